@@ -1,0 +1,364 @@
+"""The boundary to the harnesses: how an attempt is launched, and the five fields that come back: task, init, attempt, reward, valid.
+
+Three ways not to count, never mixed (SPEC.md §2):
+    invalid   infrastructure (simulator crash, lost worker, model server, incomplete record): no reward, leaves its group and every rate
+    failed    reward 0: the planner's own doing, running out of turns or time included
+    gated     one call's weight is 0 (gate.py); its episode still counts. Not decided here.
+
+`run` is what collect.py, rollout.py and eval.py share: proxy up, harness processes up, attempts through them, one `Episode` line each,
+resumable by the same command, ended between episodes by a file named STOP.
+"""
+
+import argparse
+import asyncio
+import collections
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+import records
+from records import BadInput, Episode, JsonlWriter, PROFILES
+
+ROOT = Path(__file__).resolve().parent
+SLOW_SHARE = 0.5        # of a timed-out episode's seconds: more than this in upstream errors or queueing makes it invalid, not failed
+
+
+class SkillsAdapter:
+    """Our skills harness (RPent's shape), run by harness/worker.py."""
+    harness = "skills"
+
+    def job(self, spec, base_url, args):
+        """What one attempt needs to know; plain JSON, read by harness/skills.py. Nothing in it tells attempts of a group apart to the planner."""
+        return {"episode_id": spec["episode_id"], "base_url": base_url, "suite": spec["suite"], "index": spec["index"], "init": spec["init"],
+                "model": "planner", "max_tokens": args.max_tokens, "turns": args.turns, "seconds": args.seconds,
+                "history_budget": args.history_budget, "pictures": args.pictures, "request_timeout": args.request_timeout,
+                "memory": spec.get("memory"), "memory_write": spec.get("memory_write", False), "video": spec.get("video")}
+
+    def episode(self, spec, outcome, calls, policy_version):
+        """Harness outcome and recorded calls -> Episode. `calls`: what the proxy recorded for this episode, in order."""
+        e = Episode(spec["episode_id"], self.harness, f"{spec['suite']}/{spec['index']}", spec["init"], spec["attempt"], None, False,
+                    policy_version=policy_version, calls=[c.call_id for c in calls])
+        if "end" in outcome:
+            known = ("end", "start_state", "success_latched", "success_final", "success_turn", "finished", "seconds")
+            for name in known:
+                setattr(e, name, outcome[name])
+            e.extra = {k: v for k, v in outcome.items() if k not in known and k != "episode_id"}
+        else:
+            e.extra = {k: v for k, v in outcome.items() if k != "episode_id"}
+        e.reason = self.invalid(outcome, calls)
+        e.valid = e.reason is None
+        if e.valid:
+            e.reward = 1.0 if e.success_latched else 0.0     # RPent's reward: the predicate, latched
+        return e
+
+    def invalid(self, outcome, calls):
+        """None, or one of records.REASONS."""
+        if outcome.get("lost"):
+            return "worker_lost"
+        if outcome.get("timeout"):
+            return "worker_timeout"
+        if "crash" in outcome:
+            return "simulator_crash"
+        if outcome["end"] == "infrastructure":
+            return "model_server"
+        turns = {c.turn for c in calls if c.delivered}
+        if len(turns) < outcome["turns"]:
+            return "incomplete_record"                       # the planner answered more often than the proxy wrote down
+        if outcome["end"] == "time":
+            slow = sum(c.seconds if c.error else c.extra.get("queue_seconds", 0.0) for c in calls)
+            if slow > SLOW_SHARE * outcome["seconds"]:
+                return "model_server"
+        return None
+
+
+ADAPTERS = {"skills": SkillsAdapter}
+
+
+def post_success(episode, call):
+    """True if this call was made after success: its action cannot have earned the reward (SPEC.md §2, post-success filter)."""
+    return episode.success_turn is not None and call.turn > episode.success_turn
+
+
+# ---------------------------------------------------------------------------------------------- harness processes
+
+class WorkerPool:
+    """`processes` harness workers with `threads` episodes each. A worker that dies or hangs loses its episodes (invalid) and is replaced."""
+
+    def __init__(self, processes, threads):
+        self.processes, self.threads = processes, threads
+        self.workers, self.free, self.closing, self.restarts = [], asyncio.Queue(), False, 0
+
+    async def start(self):
+        for k in range(self.processes):
+            self.workers.append(await self._spawn(k))
+            for _ in range(self.threads):
+                self.free.put_nowait(k)
+
+    async def _spawn(self, k):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MUJOCO_GL": os.environ.get("MUJOCO_GL", "egl")}
+        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "harness.worker", "--threads", str(self.threads), cwd=ROOT,
+                                                       env=env, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                                                       start_new_session=True, limit=64 << 20)
+        worker = {"process": process, "waiting": {}}
+        worker["reader"] = asyncio.create_task(self._read(k, worker))
+        return worker
+
+    async def _read(self, k, worker):
+        while line := await worker["process"].stdout.readline():
+            outcome = json.loads(line)
+            future = worker["waiting"].pop(outcome["episode_id"], None)
+            if future and not future.done():
+                future.set_result(outcome)
+        for future in worker["waiting"].values():            # the process ended with episodes in it
+            if not future.done():
+                future.set_result({"lost": True})
+        if not self.closing:
+            self.restarts += 1
+            print(f"harness worker {k} ended (exit {await worker['process'].wait()}); starting another", file=sys.stderr)
+            if self.restarts > 20 * self.processes:
+                raise RuntimeError("harness workers keep dying; see their messages above")
+            self.workers[k] = await self._spawn(k)
+
+    async def run(self, job, seconds):
+        """-> outcome; {"lost": True} if the worker died, {"timeout": True} if it said nothing for `seconds`."""
+        k = await self.free.get()
+        try:
+            worker = self.workers[k]
+            future = worker["waiting"][job["episode_id"]] = asyncio.get_running_loop().create_future()
+            try:
+                worker["process"].stdin.write(json.dumps(job).encode() + b"\n")
+                await worker["process"].stdin.drain()
+                return await asyncio.wait_for(future, seconds)
+            except TimeoutError:
+                self._kill(worker)
+                return {"timeout": True}
+            except (ConnectionError, RuntimeError):
+                return {"lost": True}
+        finally:
+            self.free.put_nowait(k)
+
+    def _kill(self, worker):
+        try:
+            os.killpg(worker["process"].pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return                                           # already gone: what we wanted
+
+    async def close(self):
+        self.closing = True
+        for worker in self.workers:
+            worker["process"].stdin.close()
+        for worker in self.workers:
+            try:
+                await asyncio.wait_for(worker["process"].wait(), 10)
+            except TimeoutError:
+                self._kill(worker)
+            await worker["reader"]
+
+
+# ---------------------------------------------------------------------------------------------- arguments that stages share
+
+def add_rollout_arguments(p, *, sampling, max_tokens=8192):
+    """Arguments of every stage that runs episodes; their one source of defaults."""
+    g = p.add_argument_group("harness")
+    g.add_argument("--harness", choices=sorted(ADAPTERS), default="skills", help="which harness runs the episodes")
+    g.add_argument("--turns", type=int, default=100, help="planner turns per episode (RPent's limit)")
+    g.add_argument("--seconds", type=float, default=7200, help="wall time per episode (s; RPent's limit)")
+    g.add_argument("--history-budget", type=int, default=60_000, help="characters of history before the harness edits it (a picture counts 1,000)")
+    g.add_argument("--pictures", action="store_true", help="send a picture after each motion (needs a planner that takes pictures)")
+    g.add_argument("--workers", type=int, default=2, help="harness processes")
+    g.add_argument("--concurrency", type=int, default=16, help="episodes at a time per process (LIBERO allows 1: one environment a process)")
+    g.add_argument("--retries", type=int, default=1, help="times an invalid episode is run again")
+    g = p.add_argument_group("generation")
+    g.add_argument("--sampling", choices=sorted(PROFILES), default=sampling, help="sampling profile; rl.py accepts 'train' alone")
+    g.add_argument("--max-tokens", type=int, default=max_tokens, help="tokens per response")
+    g.add_argument("--request-timeout", type=float, default=600, help="the harness gives up on one call after this (s)")
+    g.add_argument("--seed", type=int, default=0, help="run seed: with the episode id and the turn it makes each call's own seed")
+    g.add_argument("--shard", default=None, metavar="I/N", help="do every Nth episode from the Ith; default: RANK/WORLD_SIZE under torchrun, else all")
+
+
+def add_engine_arguments(p):
+    g = p.add_argument_group("model server")
+    g.add_argument("--model", required=True, help="checkpoint folder of the policy (its content gives the policy version)")
+    g.add_argument("--engine-url", default=None, help="a running OpenAI-compatible server (vLLM) that serves --model; default: the in-process engine")
+    g.add_argument("--slots", type=int, default=64, help="in-process engine: episodes whose prefix is kept (count)")
+    g.add_argument("--batch", type=int, default=32, help="in-process engine: requests generated together (count)")
+    g.add_argument("--max-length", type=int, default=2048, help="in-process engine: prompt plus response (tokens)")
+
+
+def make_upstream(args):
+    version = records.policy_version(args.model)
+    if args.engine_url:
+        from proxy import HttpUpstream
+        return HttpUpstream(args.engine_url, version)
+    from engine import Engine
+    return Engine(args.model, args.slots, args.batch, args.max_length)
+
+
+def parse_suites(text):
+    """'a,b' -> {suite: [Task]}; BadInput for an unknown one."""
+    from harness.world import task_list
+    suites = {}
+    for suite in text.split(","):
+        try:
+            suites[suite] = task_list(suite)
+        except ValueError as e:
+            raise BadInput(f"--suites: {e}") from None
+    return suites
+
+
+def parse_inits(text):
+    """'1-10,45,100-199' -> [1, …]; duplicates refused."""
+    inits = []
+    for part in text.split(","):
+        m = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if not m:
+            raise BadInput(f"--inits {text!r}: expected numbers and ranges such as 1-10,45, found {part!r}")
+        inits += range(int(m[1]), int(m[2] or m[1]) + 1)
+    if len(set(inits)) != len(inits):
+        raise BadInput(f"--inits {text!r}: a state is named twice")
+    return inits
+
+
+EVALUATION_STATES = range(1, 11)        # of every task: never collected from, never trained on
+MEMORY_STATES = range(0, 1)
+VALIDATION_STATES = range(45, 50)
+
+
+def refuse_evaluation_states(inits, stage):
+    bad = [i for i in inits if i in EVALUATION_STATES or i in VALIDATION_STATES or i in MEMORY_STATES]
+    if bad:
+        raise BadInput(f"--inits: {stage} must not use states {bad[:12]}: 0 is for memory, 1-10 for evaluation, 45-49 for validation; "
+                       "training states are 11-44, and on tabletop also 100 upwards")
+
+
+def parse_shard(text):
+    if text is None:
+        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    m = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not m or not int(m[1]) < int(m[2]):
+        raise BadInput(f"--shard {text!r}: expected I/N with I < N, e.g. 0/8")
+    return int(m[1]), int(m[2])
+
+
+# ---------------------------------------------------------------------------------------------- running attempts
+
+FREE = {"workers", "concurrency", "retries", "shard", "slots", "batch", "engine_url", "request_timeout", "video", "target_successes"}
+
+
+def check_resume(folder, stage, args, policy_version):
+    """The same command continues a run; another checkpoint or other arguments are refused with the difference named."""
+    path = folder / "args.json"
+    now = json.loads(json.dumps({"stage": stage, "policy_version": policy_version, **vars(args)}, default=str))
+    if path.exists():
+        before = records.read_json(path)
+        for name in now.keys() | before.keys():
+            if name not in FREE and name not in ("model", "output") and before.get(name) != now.get(name):
+                raise BadInput(f"{folder}: holds a run with {name}={before.get(name)!r}, this command says {now.get(name)!r}; "
+                               "repeat the first command, or give another --output")
+    records.write_json(path, now)
+    print(f"{stage}: " + " ".join(f"{k}={v}" for k, v in now.items() if k != "stage"), flush=True)
+
+
+def run(args, specs, stage, upstream, enough=None):
+    """Runs every spec {suite, index, init, attempt, …} once and for all; -> (list of valid and invalid Episodes of this run folder, folder).
+
+    enough(episodes) -> True ends the run early and whole (collect.py's --target-successes). Prints and writes counts; writes the
+    manifest unless a STOP file ended the run.
+    """
+    shard, shards = parse_shard(args.shard)
+    folder = Path(args.output) / (f"shard-{shard}-of-{shards}" if shards > 1 else "")
+    folder.mkdir(parents=True, exist_ok=True)
+    check_resume(folder, stage, args, upstream.policy_version)
+    return asyncio.run(_run(args, specs[shard::shards], stage, upstream, enough, folder)), folder
+
+
+async def _run(args, specs, stage, upstream, enough, folder):
+    from proxy import Proxy
+    adapter = ADAPTERS[args.harness]()
+    began = time.monotonic()
+    writer = JsonlWriter(folder / "episodes.jsonl")
+    episodes = list(records.read_episodes(folder / "episodes.jsonl"))
+    def key(e):
+        return (e.task, e.init, e.attempt)
+    done = {key(e) for e in episodes if e.valid}
+    failures = collections.Counter(key(e) for e in episodes if not e.valid)
+    tries = collections.Counter()                            # how many episode ids each attempt has used up, killed ones included
+    if (folder / "arrivals.jsonl").exists():
+        for _, row in records.read_jsonl(folder / "arrivals.jsonl", ("episode_id",)):
+            name, _, r = row["episode_id"].rpartition(".r")
+            tries[name] = max(tries[name], int(r) + 1)
+    for e in episodes:
+        name, _, r = e.episode_id.rpartition(".r")
+        tries[name] = max(tries[name], int(r) + 1)
+
+    def spec_key(s):
+        return (f"{s['suite']}/{s['index']}", s["init"], s["attempt"])
+    todo = collections.deque(s for s in specs if spec_key(s) not in done and failures[spec_key(s)] <= args.retries)
+    resumed = len(specs) - len(todo)
+    proxy = Proxy(upstream, folder, PROFILES[args.sampling], args.max_tokens, args.seed)
+    port = await proxy.start()
+    threads = 1 if any(s["suite"].startswith("libero") for s in specs) else args.concurrency
+    pool = WorkerPool(min(args.workers, max(1, len(todo))), threads)
+    await pool.start()
+    bar = tqdm(total=len(specs), initial=resumed, desc=stage, unit="episode", mininterval=2.0, file=sys.stdout, dynamic_ncols=True)
+    stopped = False
+
+    async def attempt(spec):
+        name = f"{spec['suite']}-{spec['index']}.i{spec['init']}.a{spec['attempt']}"
+        while True:
+            spec = {**spec, "episode_id": f"{name}.r{tries[name]}"}
+            tries[name] += 1
+            job = adapter.job(spec, f"http://127.0.0.1:{port}/ep/{spec['episode_id']}/v1", args)
+            outcome = await pool.run(job, args.seconds + 120)
+            await proxy.settle(spec["episode_id"])
+            calls = proxy.take(spec["episode_id"], forget=True)
+            episode = adapter.episode(spec, outcome, calls, upstream.policy_version)
+            writer.append(records.to_line(episode))
+            episodes.append(episode)
+            if episode.valid:
+                break
+            failures[spec_key(spec)] += 1
+            if failures[spec_key(spec)] > args.retries:
+                break
+        valid = [e for e in episodes if e.valid]
+        bar.update()
+        bar.set_postfix_str(f"success {sum(e.reward for e in valid) / max(len(valid), 1):.3f} invalid {len(episodes) - len(valid)}", refresh=False)
+
+    async def feed():
+        nonlocal stopped
+        while todo and not stopped:
+            if (folder / "STOP").exists() or (Path(args.output) / "STOP").exists():
+                stopped = True
+            elif enough and enough(episodes):
+                return
+            else:
+                await attempt(todo.popleft())
+
+    try:
+        await asyncio.gather(*[feed() for _ in range(pool.processes * pool.threads)])
+    finally:
+        await pool.close()
+        await proxy.stop()
+        writer.close()
+        bar.close()
+    valid = [e for e in episodes if e.valid]
+    counts = {"episodes": len(episodes), "valid": len(valid), "successes": sum(e.reward for e in valid), "resumed": resumed,
+              "calls": sum(len(e.calls) for e in episodes), "seconds": round(time.monotonic() - began, 1),
+              "invalid": dict(collections.Counter(e.reason for e in episodes if not e.valid)),
+              "ends": dict(collections.Counter(e.end for e in valid)), "worker_restarts": pool.restarts, "proxy": dict(proxy.counts)}
+    if hasattr(upstream, "counts"):
+        counts["engine"] = dict(upstream.counts)
+    await upstream.close()
+    print(f"{stage}: {counts['successes']:.0f} of {counts['valid']} valid episodes succeeded, {len(episodes) - len(valid)} invalid "
+          f"{counts['invalid'] or ''}, {counts['calls']} calls, {counts['seconds']} s; ends {counts['ends']}", flush=True)
+    if stopped:
+        print(f"{stage}: ended by a STOP file; delete it and repeat the command to go on")
+        return episodes
+    records.write_manifest(folder, stage, args, {**counts, "policy_version": upstream.policy_version}, files=("episodes.jsonl", "calls.jsonl"))
+    return episodes

@@ -1,0 +1,309 @@
+"""Skills harness, in RPent's shape: a chat loop in which the planner calls one tool at a time and reads a receipt.
+
+One episode: reset the world, post a chat completion, run the tool call, append its receipt, and so on, until
+
+    finish         the planner called finish                  text       a reply without a tool call
+    turns / time   a limit was reached (turns also: the       malformed  the second unreadable or invalid call in a row
+                   server said that the context is too long)  unrecoverable  the world is in a state that no skill can mend
+    infrastructure the model server or the simulator failed: the episode is invalid, not failed
+
+Like real harnesses, it edits its history once the messages pass a budget of characters: pictures but the newest two become a line of
+text, tool output but the newest four is shortened, earlier reasoning is dropped. Short episodes stay append-only.
+
+The teacher alone sees the memory tools, and a [memory] section in its system prompt. The loop does not end on success (RPent's does not
+either): the planner has to call finish, so calls after success exist and the adapter filters them.
+"""
+
+import base64
+import functools
+import json
+import time
+from pathlib import Path
+
+import jsonschema
+import urllib3
+
+SYSTEM = "You move a robot hand with tools, one call at a time. Lengths are in millimetres."
+MEMORY_SECTION = "\n[memory]\nRead memory_read before you act. It holds what earlier episodes wrote down.\n[/memory]"
+KEEP_PICTURES, KEEP_OUTPUTS, SHORT = 2, 4, 60       # history rewriting: newest kept whole; characters kept of older output
+CALL_UNREAD = "That tool call could not be read. Answer with one tool call in JSON."
+ONE_AT_A_TIME = "Not run: another tool operation is still active."
+
+
+def _tool(name, description, parameters):
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+_TEXT = {"type": "string"}
+LOOK = _tool("look", "Look again: what the hand holds, and a picture where pictures are on.", {"type": "object", "properties": {}})
+FINISH = _tool("finish", "End the episode.", {"type": "object", "properties": {"status": _TEXT}, "required": ["status"]})
+MEMORY_READ = _tool("memory_read", "Read memory: scope is task or global.",
+                    {"type": "object", "properties": {"scope": {"type": "string", "enum": ["task", "global"]}}, "required": ["scope"]})
+MEMORY_WRITE = _tool("memory_write", "Write down what later episodes of this task should know.",
+                     {"type": "object", "properties": {"text": _TEXT}, "required": ["text"]})
+
+
+@functools.cache
+def _validator(schema):
+    return jsonschema.Draft202012Validator(json.loads(schema))
+
+
+class ModelServerError(Exception):
+    """The model server could not be reached or kept failing: infrastructure."""
+
+
+class ContextTooLong(Exception):
+    """The server answered 400: the prompt no longer fits. The planner's doing, not infrastructure."""
+
+
+class ChatClient:
+    """POST <base>/chat/completions. 5xx, 429 and lost connections are sent again, byte for byte, twice, with a retry count in the header."""
+
+    def __init__(self, base_url, timeout, pool=None):
+        self.url, self.timeout = base_url.rstrip("/") + "/chat/completions", timeout
+        self.pool = pool or urllib3.PoolManager(maxsize=64)
+
+    def chat(self, body):
+        data, last = json.dumps(body).encode(), ""
+        for retry in range(3):
+            if retry:
+                time.sleep(0.5 * 2 ** (retry - 1))
+            headers = {"Content-Type": "application/json", "x-stainless-retry-count": str(retry)}
+            try:
+                reply = self.pool.request("POST", self.url, body=data, headers=headers, timeout=self.timeout, retries=False)
+            except urllib3.exceptions.HTTPError as e:
+                last = f"{type(e).__name__}: {e}"
+                continue
+            if reply.status == 200:
+                return reply.json()
+            last = f"HTTP {reply.status}: {reply.data[:300].decode(errors='replace')}"
+            if reply.status == 400 and b"context" in reply.data:
+                raise ContextTooLong(last)
+            if reply.status < 500 and reply.status != 429:
+                break
+        raise ModelServerError(last)
+
+
+# ---------------------------------------------------------------------------------------------- history rewriting
+
+def rewrite_history(messages, budget):
+    """messages -> a new list: unchanged up to `budget` characters (pictures count 1,000), edited above it. Never edits the input."""
+    def size(m):
+        c = m.get("content") or ""
+        n = len(c) if isinstance(c, str) else sum(len(p.get("text", "")) or 1000 for p in c)
+        return n + len(m.get("reasoning_content") or m.get("reasoning") or "") + len(json.dumps(m.get("tool_calls") or ""))
+    if sum(map(size, messages)) <= budget:
+        return messages
+    out, pictures, outputs, newest_assistant = [], 0, 0, True
+    for m in reversed(messages):                         # newest first
+        m = dict(m)
+        if isinstance(m.get("content"), list):
+            parts = []
+            for part in reversed(m["content"]):
+                if part["type"] == "image_url":
+                    pictures += 1
+                    part = part if pictures <= KEEP_PICTURES else {"type": "text", "text": "[an earlier picture was left out]"}
+                parts.append(part)
+            m["content"] = parts[::-1]
+        if m["role"] == "tool":
+            outputs += 1
+            if outputs > KEEP_OUTPUTS and len(m["content"]) > SHORT:
+                m["content"] = m["content"][:SHORT] + " [shortened]"
+        if m["role"] == "assistant":
+            if not newest_assistant:
+                m.pop("reasoning", None)
+                m.pop("reasoning_content", None)
+            newest_assistant = False
+        out.append(m)
+    return out[::-1]
+
+
+# ---------------------------------------------------------------------------------------------- one episode
+
+class Episode:
+    """State of one attempt. `job` (all plain JSON): see adapters.SkillsAdapter.job for the fields."""
+
+    def __init__(self, world, job, pool=None):
+        self.world, self.job = world, job
+        self.client = ChatClient(job["base_url"], job["request_timeout"], pool)
+        self.schemas = {s.name: json.dumps(s.parameters) for s in world.skills}
+        self.methods = {s.name: s for s in world.skills}
+        tools = [_tool(s.name, s.description, s.parameters) for s in world.skills] + [LOOK, FINISH]
+        if job["memory"]:
+            tools += [MEMORY_READ] + ([MEMORY_WRITE] if job["memory_write"] else [])
+        self.tools = tools
+        self.schemas |= {t["function"]["name"]: json.dumps(t["function"]["parameters"]) for t in tools}
+        self.events, self.finished = [], False
+
+    def run(self):
+        """-> outcome, a plain dict: end, success_*, start_state, events' summary, seconds. Raises what the simulator raises."""
+        job, world = self.job, self.world
+        began = time.monotonic()
+        task = world.tasks(job["suite"])[job["index"]]
+        world.reset(task, job["init"])
+        start = world.state_hash()
+        self.reminder = f"Task: {task.instruction}\n"
+        frames = _Frames(world) if job.get("video") else None
+        messages = [{"role": "system", "content": SYSTEM + (MEMORY_SECTION if job["memory"] else "")},
+                    {"role": "user", "content": self.reminder.strip()}]
+        end, detail, bad, turn, success_turn = None, "", 0, 0, None
+        while end is None:
+            if turn >= job["turns"]:
+                end = "turns"
+                break
+            if time.monotonic() - began > job["seconds"]:
+                end = "time"
+                break
+            messages = rewrite_history(messages, job["history_budget"])
+            body = {"model": job["model"], "messages": messages, "tools": self.tools, "tool_choice": "auto",
+                    "max_tokens": job["max_tokens"]}
+            try:
+                message = self.client.chat(body)["choices"][0]["message"]
+            except ModelServerError as e:
+                end, detail = "infrastructure", str(e)
+                break
+            except ContextTooLong as e:
+                end, detail = "turns", str(e)
+                break
+            turn += 1
+            messages = messages + [{k: v for k, v in message.items() if k in ("role", "content", "tool_calls", "reasoning", "reasoning_content")
+                                    and v is not None}]
+            if frames:
+                frames.caption(message)
+            if not message.get("tool_calls"):
+                if "<tool_call>" not in (message.get("content") or ""):
+                    end = "text"
+                    break
+                replies, malformed = [{"role": "user", "content": CALL_UNREAD}], True
+            else:
+                replies, malformed = self._act(message["tool_calls"])
+            messages = messages + replies
+            bad = bad + 1 if malformed else 0
+            world.success()
+            if world.latched and success_turn is None:
+                success_turn = turn - 1
+            if self.finished:
+                end = "finish"
+            elif bad >= 2:
+                end = "malformed"
+            elif not world.latched and (detail := world.unrecoverable() or ""):
+                end = "unrecoverable"
+        final = world.success()
+        if frames:
+            frames.save(job["video"])
+        return {"end": end, "detail": detail, "start_state": start, "success_latched": world.latched, "success_final": final,
+                "success_turn": success_turn, "finished": self.finished, "turns": turn, "instruction": task.instruction,
+                "steps": len(task.goal), "seconds": time.monotonic() - began, **self._summary(task, end, world.latched)}
+
+    def _act(self, tool_calls):
+        """Runs the first call of a reply; the others are answered, not run. -> (reply messages, malformed)"""
+        replies, malformed = [], False
+        for k, call in enumerate(tool_calls):
+            pictures = []
+            if k:
+                text = ONE_AT_A_TIME
+            else:
+                text, malformed, pictures = self._one(call["function"]["name"], call["function"].get("arguments") or "{}")
+            replies.append({"role": "tool", "tool_call_id": call.get("id") or f"call_{k}", "content": self.reminder + text})
+            if pictures:                                # pictures never go into a tool message: a user message follows it
+                replies.append({"role": "user", "content": pictures})
+        return replies, malformed
+
+    def _one(self, name, arguments):
+        """-> (text for the planner, malformed, picture parts)"""
+        if name not in self.schemas or not any(t["function"]["name"] == name for t in self.tools):
+            return f"There is no tool {name}.", True, []
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return f"The arguments of {name} are no JSON.", True, []
+        error = next(_validator(self.schemas[name]).iter_errors(arguments), None)
+        if error:
+            return f"Bad arguments for {name}: {error.message[:80]}", True, []
+        if name in self.methods:
+            skill = self.methods[name]
+            names = skill.parameters["properties"]
+            receipt = getattr(self.world, skill.method)(**{k: v for k, v in arguments.items() if k in names})
+            self.events.append({"tool": name, **receipt.facts})
+            return receipt.text, False, self._pictures() if skill.moves else []
+        if name == "look":
+            return "\n".join(o["name"] for o in self.world.objects()), False, self._pictures()
+        if name == "finish":
+            self.finished = True
+            return "Finished.", False, []
+        return self._memory(name, arguments), False, []
+
+    def _pictures(self):
+        if not self.job.get("pictures"):
+            return []
+        data = base64.b64encode(self.world.render()).decode()
+        return [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}]
+
+    def _memory(self, name, arguments):
+        folder = Path(self.job["memory"])
+        task = folder / f"{self.job['suite']}-{self.job['index']}.md"
+        if name == "memory_write":
+            folder.mkdir(parents=True, exist_ok=True)
+            part = task.with_suffix(".part")
+            part.write_text(arguments["text"] + "\n")
+            part.rename(task)
+            return "Written."
+        path = task if arguments["scope"] == "task" else folder / "global.md"
+        return path.read_text().strip() if path.exists() else "Nothing is written there."
+
+    def _summary(self, task, end, success):
+        """Counts for reports, and which kind of decision a failed episode failed on (None for a success)."""
+        goal = {(o, c) for _, o, c in task.goal}
+        wanted = {o for o, _ in goal}
+        picks = [e for e in self.events if e["tool"] == "pick" and e.get("object")]
+        placed = [(e.get("object"), e.get("container")) for e in self.events if e.get("event") == "placed"]
+        done = [g for g in goal if g in placed]
+        if success:
+            failure = None
+        elif end == "malformed":
+            failure = "format"
+        elif any(e["object"] not in wanted for e in picks) or any(p not in goal for p in placed):
+            failure = "language"
+        elif picks and picks[-1].get("event") in ("slip", "empty"):
+            failure = "grasp"
+        elif len(goal) > 1 and done:
+            failure = "second_step"
+        else:
+            failure = "other"
+        return {"failure": failure, "picks": len(picks), "picks_right": sum(bool(e.get("right")) for e in picks), "goals_done": len(done)}
+
+
+class _Frames:
+    """Pictures of an episode while it runs, with the planner's calls as captions; an animated GIF at the end."""
+
+    def __init__(self, world, every=8):
+        self.world, self.frames, self.text, self.count, self.every = world, [], "", 0, every
+        world.on_chunk = self._chunk
+
+    def _chunk(self, world):
+        self.count += 1
+        if self.count % self.every == 0:
+            self._take()
+
+    def _take(self):
+        import io
+
+        from PIL import Image, ImageDraw
+        image = Image.open(io.BytesIO(self.world.render(480, 360))).convert("RGB")
+        draw = ImageDraw.Draw(image)
+        draw.rectangle((0, 332, 480, 360), fill=(20, 20, 20))
+        draw.text((8, 340), self.text[:78], fill=(240, 240, 240))
+        self.frames.append(image)
+
+    def caption(self, message):
+        calls = message.get("tool_calls") or []
+        self.text = ", ".join(f'{c["function"]["name"]}{c["function"]["arguments"]}' for c in calls) or (message.get("content") or "")
+        self._take()
+
+    def save(self, path):
+        self.world.on_chunk = None
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._take()
+        self.frames[0].save(path, save_all=True, append_images=self.frames[1:] + self.frames[-1:] * 8, duration=80, loop=0)
+        self.world.close()

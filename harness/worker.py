@@ -1,0 +1,59 @@
+"""One harness process: reads jobs (a JSON object a line) on stdin, runs them in threads, writes outcomes (a line each) on stdout.
+
+It holds worlds and nothing of training, and it speaks to the planner over HTTP alone. Worlds that cannot share a process with another
+(LIBERO) get one thread. A simulator exception becomes an outcome with `crash`; the parent decides what that means.
+
+    python -m harness.worker --threads 8
+"""
+
+import argparse
+import json
+import os
+import queue
+import sys
+import threading
+import traceback
+
+import urllib3
+
+from harness.skills import Episode
+from harness.world import make_world, world_of
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--threads", type=int, default=1, help="episodes at a time")
+    args = p.parse_args()
+    out = os.fdopen(os.dup(1), "w", buffering=1)         # keep the real stdout for outcomes …
+    os.dup2(2, 1)                                        # … and send whatever libraries print to stderr
+    jobs, lock, pool = queue.SimpleQueue(), threading.Lock(), urllib3.PoolManager(maxsize=args.threads)
+
+    def work():
+        worlds = {}
+        while (job := jobs.get()) is not None:
+            try:
+                name = world_of(job["suite"])
+                if name not in worlds:
+                    worlds[name] = make_world(name)
+                outcome = Episode(worlds[name], job, pool).run()
+            except Exception:                            # reported whole, and the world is rebuilt: its state is not to be trusted
+                outcome = {"crash": traceback.format_exc()}
+                worlds.clear()
+            with lock:
+                out.write(json.dumps({"episode_id": job["episode_id"], **outcome}) + "\n")
+        for world in worlds.values():
+            world.close()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(args.threads)]
+    for t in threads:
+        t.start()
+    for line in sys.stdin:
+        jobs.put(json.loads(line))
+    for _ in threads:
+        jobs.put(None)
+    for t in threads:
+        t.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The one interface in which a world and a harness meet, so that each harness runs on each world.
+
+Units: planners see millimetres (integers) and degrees; worlds work in metres and radians inside.
+A world is used by one thread at a time. `threads_ok` says whether several may live in one process.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of a suite. `goal`: list of (predicate, object, target or None), all of which must hold."""
+    suite: str
+    index: int
+    instruction: str
+    goal: tuple
+
+    @property
+    def id(self):
+        return f"{self.suite}/{self.index}"
+
+
+@dataclass(frozen=True)
+class Skill:
+    """One skill that a planner may call: what its tool specification says, and the method of the world that runs it."""
+    name: str
+    description: str
+    parameters: dict                    # JSON schema of the arguments
+    method: str                         # world.<method>(**arguments) -> Receipt
+    moves: bool = True                  # False: perception, changes nothing
+
+
+@dataclass
+class Receipt:
+    """What a skill reports. `text` is what the planner reads; `facts` what tests and adapters read (never the planner)."""
+    ok: bool
+    text: str
+    facts: dict = field(default_factory=dict)   # e.g. {"event": "slip" | "empty" | "held" | "placed" | "wrong_object", "object": …}
+
+
+class World:
+    """Reset to (task, init), act, observe, success, privileged state."""
+    name = ""
+    threads_ok = True                   # several worlds may run in threads of one process
+    skills: tuple = ()                  # the Skills this world offers
+
+    @classmethod
+    def tasks(cls, suite):
+        """suite name -> list[Task]; KeyError-like ValueError listing the valid names for an unknown one."""
+        raise NotImplementedError
+
+    def reset(self, task, init):
+        """Puts the complete start state of (task, init) in place; the same state in any process after any history."""
+        raise NotImplementedError
+
+    def state_hash(self):
+        """Hex digest of the complete simulator state; after reset it identifies the start state."""
+        raise NotImplementedError
+
+    def success(self):
+        """The task's predicate, now. `latched` stays true from the first step at which it held (checked while skills run)."""
+        raise NotImplementedError
+
+    latched = False
+
+    def unrecoverable(self):
+        """None, or a phrase: why no skill can still solve the task (e.g. an object fell off the table)."""
+        return None
+
+    def objects(self):
+        """Perception with privileged poses: list of {"name", "x", "y", "z"} in integer millimetres, containers included."""
+        raise NotImplementedError
+
+    def privileged(self):
+        """dict of named privileged quantities (floats, metres), for critics and reports; never shown to a planner."""
+        raise NotImplementedError
+
+    def render(self, width=256, height=256):
+        """PNG bytes of the present scene. Nothing is rendered unless this is called."""
+        raise NotImplementedError
+
+    def close(self):
+        pass
+
+
+def make_world(name):
+    """'tabletop' | 'libero' -> World. Imports only what that world needs."""
+    if name == "tabletop":
+        from harness.tabletop import Tabletop
+        return Tabletop()
+    if name == "libero":
+        from harness.libero import Libero
+        return Libero()
+    raise ValueError(f"unknown world {name!r}; valid: tabletop, libero")
+
+
+def task_list(suite):
+    """Suite name -> list[Task] of the world that has it."""
+    if world_of(suite) == "tabletop":
+        from harness.tabletop import Tabletop
+        return Tabletop.tasks(suite)
+    from harness.libero import Libero
+    return Libero.tasks(suite)
+
+
+def world_of(suite):
+    """Suite name -> world name."""
+    return "tabletop" if suite.startswith("tabletop") else "libero"
