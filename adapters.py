@@ -9,9 +9,9 @@ Three ways not to count, never mixed (SPEC.md §2):
 resumable by the same command, ended between episodes by a file named STOP.
 """
 
-import argparse
 import asyncio
 import collections
+import fcntl
 import json
 import os
 import re
@@ -248,7 +248,7 @@ def parse_shard(text):
 
 # ---------------------------------------------------------------------------------------------- running attempts
 
-FREE = {"workers", "concurrency", "retries", "shard", "slots", "batch", "engine_url", "request_timeout", "video", "target_successes"}
+FREE = {"workers", "concurrency", "retries", "shard", "slots", "batch", "engine_url", "request_timeout", "video", "target_successes", "limit"}
 
 
 def check_resume(folder, stage, args, policy_version):
@@ -274,6 +274,11 @@ def run(args, specs, stage, upstream, enough=None):
     shard, shards = parse_shard(args.shard)
     folder = Path(args.output) / (f"shard-{shard}-of-{shards}" if shards > 1 else "")
     folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / ".lock", "w")                       # held until this process ends, however it ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise BadInput(f"{folder}: another process is running there; wait for it, or give another --output") from None
     check_resume(folder, stage, args, upstream.policy_version)
     return asyncio.run(_run(args, specs[shard::shards], stage, upstream, enough, folder)), folder
 
@@ -301,7 +306,8 @@ async def _run(args, specs, stage, upstream, enough, folder):
         return (f"{s['suite']}/{s['index']}", s["init"], s["attempt"])
     todo = collections.deque(s for s in specs if spec_key(s) not in done and failures[spec_key(s)] <= args.retries)
     resumed = len(specs) - len(todo)
-    proxy = Proxy(upstream, folder, PROFILES[args.sampling], args.max_tokens, args.seed)
+    # Episode ids recur from stage to stage and round to round; seeds of calls must not.
+    proxy = Proxy(upstream, folder, PROFILES[args.sampling], args.max_tokens, f"{stage}/{args.seed}/{getattr(args, 'round', 0)}")
     port = await proxy.start()
     threads = 1 if any(s["suite"].startswith("libero") for s in specs) else args.concurrency
     pool = WorkerPool(min(args.workers, max(1, len(todo))), threads)

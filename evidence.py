@@ -1,0 +1,226 @@
+"""Does an answer lean on removed text? Detectors, rule-based rewriter and judge of rewrite.py: pure functions of
+text.
+
+    word      a memory-related word (MEMORY_WORDS) in reasoning or text
+    quote     eight consecutive words of the removed text in reasoning or text; case and punctuation do not
+    matter number    a number in reasoning or text that stands only in removed results; compared by value, sign
+    respected argument  such a number or quote in tool-call arguments: they stay byte for byte, so it cannot be
+    rewritten away
+
+Source: SPEC.md §2, "Stage 1". Choices (ours): a quote or number that also stands in the student's own context
+is no evidence. Numbers in words ("twenty") or in other units (0.412 m for 412 mm) are not recognised.
+"""
+
+import functools
+import json
+import re
+
+MEMORY_WORDS = (                                           # whole words, upper and lower case alike
+    r"memor(?:y|ies|i[sz](?:e|es|ed|ing))", r"remember(?:s|ed|ing)?", r"recall(?:s|ed|ing)?",
+    r"note (?:says?|from|tells|shows)", r"notes", r"previously", r"last time", r"(?:from|past) experience",
+    r"learn(?:ed|t) (?:before|earlier)",
+    r"(?:past|earlier|previous|prior|other|last) (?:episode|attempt|run|trial|demonstration)s?",
+)
+QUOTE = 8                                                  # consecutive words
+
+_MEMORY_WORD = re.compile(rf"\b(?:{'|'.join(MEMORY_WORDS)})\b", re.I)
+# A sign belongs to the number unless a digit or letter precedes it: "10-20" is 10 and 20. "20mm" is one, "mug_1" is none.
+_NUMBER = re.compile(r"(?<![\w.])[-+−]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+_WORD = re.compile(r"[^\W_]+")
+_LINK = r"because|since|so|but|and|as|which|while|then|where|hence"
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\s*\n\s*")
+_CLAUSE_END = re.compile(rf"(?<=[,;:])\s+|\s+[—–-]\s+|\s+(?=(?:{_LINK})\b)")
+_CONCLUSION = re.compile(r"(?:so|then|therefore)\b", re.I)
+_LEADING = re.compile(rf"^(?:[\s,;:—–-]+|(?:{_LINK}|therefore)\b)+", re.I)
+
+
+def text_of(content):
+    """Content of a message (string, parts or None) -> its text; pictures have none."""
+    if isinstance(content, list):
+        return "\n".join(p.get("text") or "" for p in content if isinstance(p, dict))
+    return content or ""
+
+
+def arguments_text(tool_call):
+    """The arguments of a tool call as text, byte for byte if they were recorded as a string."""
+    arguments = tool_call["function"].get("arguments")
+    return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+
+
+def reasoning_keys(message):
+    """The names under which a message carries its reasoning."""
+    return [k for k in ("reasoning_content", "reasoning") if isinstance(message.get(k), str)]
+
+
+def texts_of(message):
+    """Content, reasoning and arguments of a message: list of str."""
+    return [text_of(message.get("content")), *(message[k] for k in reasoning_keys(message)),
+            *map(arguments_text, message.get("tool_calls") or [])]
+
+
+def _value(number):
+    return float(number.replace("−", "-"))
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def numbers_in(text):
+    """frozenset of the values of all numbers in a text: 0.020 and .02 are one, 20 and -20 are two."""
+    return frozenset(_value(m.group()) for m in _NUMBER.finditer(text))
+
+
+@functools.lru_cache(maxsize=1 << 13)
+def quotes_in(text):
+    """frozenset of all runs of QUOTE words, lower case, punctuation left out."""
+    words = [m.group().lower() for m in _WORD.finditer(text)]
+    return frozenset(tuple(words[i:i + QUOTE]) for i in range(len(words) - QUOTE + 1))
+
+
+class Dependence:
+    """What one answer could lean on: the removed texts, less what the student's own context offers.
+
+    removed   all removed texts (for quotes)
+    results   removed results and prompt sections (for numbers; what the teacher itself wrote to memory is no source)
+    context   texts of the student's context, its own answers apart
+    own       texts of its own earlier answers; `leaked` numbers in them came from memory and are no excuse
+    """
+
+    def __init__(self, removed, results, context, own=(), leaked=frozenset()):
+        self.removed_quotes = [quotes_in(t) for t in removed]
+        self.result_numbers = frozenset().union(*map(numbers_in, results))
+        self.context, self.own, self.leaked = list(context), list(own), leaked
+
+    def only_removed(self, number):
+        """True if the value stands in a removed result and nowhere in the student's context."""
+        if number not in self.result_numbers or any(number in numbers_in(t) for t in self.context):
+            return False
+        return number in self.leaked or not any(number in numbers_in(t) for t in self.own)
+
+    def words(self, text):
+        return [("word", m.group(), *m.span()) for m in _MEMORY_WORD.finditer(text)]
+
+    def quotes(self, text):
+        words = [(m.group().lower(), *m.span()) for m in _WORD.finditer(text)] if self.removed_quotes else []
+        found = []
+        for i in range(len(words) - QUOTE + 1):
+            run = tuple(w for w, _, _ in words[i:i + QUOTE])
+            if not any(run in q for q in self.removed_quotes):
+                continue
+            if any(run in quotes_in(t) for t in self.context + self.own):
+                continue
+            start, end = words[i][1], words[i + QUOTE - 1][2]
+            if found and start <= found[-1][3]:            # overlapping runs are one quote
+                start = found.pop()[2]
+            found.append(("quote", text[start:end], start, end))
+        return found
+
+    def numbers(self, text):
+        return [("number", m.group(), *m.span()) for m in _NUMBER.finditer(text)
+                if self.only_removed(_value(m.group()))]
+
+    def find(self, text):
+        """[(kind, what was found, start, end)] in reasoning or text; empty: it does not lean on memory."""
+        return self.words(text) + self.quotes(text) + self.numbers(text)
+
+    def evidence(self, message):
+        """Everything found in one answer: [{"kind", "where": text | reasoning | arguments, "found"}]."""
+        fields = [("text", text_of(message.get("content"))),
+                  *(("reasoning", message[k]) for k in reasoning_keys(message)[:1])]
+        rows = [{"kind": kind, "where": where, "found": found}
+                for where, text in fields for kind, found, _, _ in self.find(text)]
+        return rows + [{"kind": "argument", "where": "arguments", "found": found}
+                       for text in map(arguments_text, message.get("tool_calls") or [])
+                       for _, found, _, _ in self.numbers(text) + self.quotes(text)]
+
+
+# ---------------------------------------------------------------------------------------------- rewriter
+
+def _edit_pieces(text, border, edit):
+    """Cuts a text at `border` and joins the pieces again by their own separators, each replaced by edit(start, end).
+
+    A piece that becomes '' is dropped together with the separator before it.
+    """
+    cuts = [m.span() for m in border.finditer(text)]
+    out = ""
+    for (before, start), (end, _) in zip([(0, 0), *cuts], [*cuts, (len(text), 0)], strict=True):
+        piece = edit(start, end)
+        if piece:
+            out += (text[before:start] if out else "") + piece
+    return out
+
+
+def _without_clauses(sentence, spans):
+    """A sentence less its dependent clauses; '' if fewer than three words are left.
+
+    A clause depends if it touches a span, and so do the clauses after it ("From memory, the rim holds"): what memory
+    said follows where memory is named. A conclusion ("…, so I pick up the mug") stands again for itself.
+    """
+    dependent = False
+
+    def edit(start, end):
+        nonlocal dependent
+        clause = sentence[start:end]
+        touched = any(a < end and start < b for a, b in spans)
+        dependent = touched or (dependent and not _CONCLUSION.match(clause))
+        return "" if dependent else clause
+    text = _LEADING.sub("", _edit_pieces(sentence, _CLAUSE_END, edit)).rstrip(" ,;:—–-")
+    if len(_WORD.findall(text)) < 3:
+        return ""
+    if sentence[:1].isupper():
+        text = text[:1].upper() + text[1:]
+    end = sentence.rstrip()[-1:]
+    return text + end if end in ".!?" and text[-1] not in ".!?" else text
+
+
+def rewrite_text(text, dependence):
+    """Drops dependent clauses, and sentences of which nothing is left; writes nothing new.
+
+    Joining what is left can make a new run of QUOTE words: up to three passes. The judge says whether it is clean.
+    """
+    for _ in range(3):
+        spans = [(start, end) for _, _, start, end in dependence.find(text)]
+        if not spans:
+            break
+
+        def edit(s, e):
+            hit = [(a - s, b - s) for a, b in spans if a < e and s < b]
+            return _without_clauses(text[s:e], hit) if hit else text[s:e]
+        text = _edit_pieces(text, _SENTENCE_END, edit).strip()
+    return text
+
+
+def rewrite_by_rules(message, dependence):
+    """An answer -> the same answer with dependent reasoning and text dropped; tool calls are passed on untouched."""
+    new = {**message, "content": rewrite_text(text_of(message.get("content")), dependence)}
+    return {**new, **{key: rewrite_text(message[key], dependence) for key in reasoning_keys(message)}}
+
+
+REWRITERS = {"rules": rewrite_by_rules}                    # name -> f(message, dependence) -> message
+
+
+# ---------------------------------------------------------------------------------------------- judge
+
+def judge(original, candidate, dependence):
+    """None if the candidate may stand in for the original, else tool_calls_changed, emptied or still_dependent."""
+    if (candidate.get("tool_calls") or []) != (original.get("tool_calls") or []):   # ids, names, argument strings
+        return "tool_calls_changed"
+    if not text_of(candidate.get("content")).strip() and not candidate.get("tool_calls"):
+        return "emptied"
+    if any(e["where"] != "arguments" for e in dependence.evidence(candidate)):
+        return "still_dependent"
+    return None
+
+
+def arguments_survive(arguments):
+    """True if a template that parses the arguments and prints them again changes nothing but blanks and escapes.
+
+    Not so for invalid JSON, non-objects, doubled keys, and numbers that print otherwise (0.020, 1e3).
+    """
+    if not isinstance(arguments, str) or not arguments.strip():
+        return True
+    as_written = functools.partial(json.loads, parse_float=lambda s: "float " + s, parse_int=lambda s: "int " + s,
+                                   object_pairs_hook=list)
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and as_written(arguments) == as_written(json.dumps(value, ensure_ascii=False))

@@ -1,0 +1,322 @@
+"""Prompt gate: renders every recorded prompt again and compares it token by token with the record (SPEC.md §2).
+
+A response is only worth training on under the very context it was sampled in. So the trainer renders messages,
+tools and pictures of each call with the checkpoint's own tokenizer and chat template; where the result is not
+the recorded prompt, the call's weight is 0.
+
+Reads   DIR/calls.jsonl, DIR/images/, the tokenizer and chat template of a checkpoint (no weights)
+Writes  DIR/gate-report.json: counts, share of mismatches, histogram of causes, explanations, the gated call_ids
+Exit    0; 3 when the share of mismatches is above --max-mismatch (a wrong template or a changed harness: stop
+        and look, do not train on what is left); 2 on bad input. Incomplete calls (records.call_problem) are
+        counted apart.
+
+`render_prompt` is the one renderer of the project: the in-process engine, rewrite.py and rl.py call it too. It
+repeats the normalisations of vLLM's server, so that a prompt served by vLLM and one rendered here have the same
+ids.
+
+Departures and limits
+ 1. A tokenizer-only checkpoint renders a picture as its template's placeholder; the vision processor's
+    expansion is not done here. The picture must be in images/ with the bytes of its hash. A reference that
+    names another stored picture leaves the ids as they are and cannot be seen.
+ 2. vLLM drops one client's billing header from system text; that is not repeated.
+
+    python gate.py --calls run/round-1 --model run/sft
+    torchrun …    not needed: one process does about 3,000 calls/s
+"""
+
+import argparse
+import functools
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer
+
+from records import BadInput, Formatter, ImageStore, call_problem, read_calls, run_main, write_json
+
+WINDOW = 16                      # tokens shown before and after the first difference
+RESERVED = {"tokenize", "chat_template", "tools", "conversation", "documents", "return_dict", "continue_final_message"}
+
+
+class MissingPicture(Exception):
+    """A picture of the call is not in the image store, or its bytes are not those of its hash."""
+
+
+@dataclass
+class Mismatch:
+    """The first difference between the recorded prompt and the rendered one."""
+    cause: str                   # picture, template, tools, end, tokens, vocabulary, or the role of the message
+    text: str                    # the explanation, one line
+    token: int | None = None     # index of the first token that differs
+    message: int | None = None   # index of the message it falls in
+    role: str | None = None
+    recorded: str = ""           # decoded window of the record around the difference
+    rendered: str = ""           # … of the rendering
+
+    def __str__(self):
+        return self.text
+
+
+# ---------------------------------------------------------------------------------------------- rendering
+
+def load_tokenizer(checkpoint):
+    """Checkpoint folder (or hub name) -> tokenizer with a chat template; BadInput if it has none."""
+    folder = Path(checkpoint)
+    if folder.exists() and not any((folder / n).exists() for n in ("tokenizer.json", "tokenizer_config.json")):
+        raise BadInput(f"{folder}: no tokenizer.json; give a checkpoint folder with tokenizer and chat template")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(checkpoint))
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{checkpoint}: cannot load a tokenizer ({str(e).splitlines()[0]})") from None
+    if not tokenizer.chat_template:
+        raise BadInput(f"{checkpoint}: no chat template (chat_template.jinja); the planner is a chat model")
+    return tokenizer
+
+
+def _arguments(value):
+    """Arguments of a tool call as a template sees them: an object; invalid or non-object JSON becomes {} (as in vLLM)."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _join_text(parts):
+    return "\n".join(p if isinstance(p, str) else p.get("text") or "" for p in parts)
+
+
+def _only_text(parts):
+    return all(isinstance(p, str) or p.get("type", "text") == "text" for p in parts)
+
+
+def normalise(messages):
+    """OpenAI chat messages -> the messages a template is given. The input is left as it is.
+
+    Tool-call arguments become objects, empty tool_calls and missing content vanish, text parts of tool results are joined
+    by a newline, and reasoning stands under both of its names.
+    """
+    out = []
+    for m in messages:
+        m = dict(m)
+        content = m.get("content")
+        if content is None:
+            m["content"] = ""
+        elif isinstance(content, list) and m.get("role") == "tool" and _only_text(content):
+            m["content"] = _join_text(content)
+        reasoning = m.pop("reasoning", None) or m.pop("reasoning_content", None)
+        m.pop("reasoning_content", None)
+        if reasoning:
+            m["reasoning"] = m["reasoning_content"] = reasoning
+        calls = m.pop("tool_calls", None)
+        if calls:
+            m["tool_calls"] = [{**c, "function": {**f, "arguments": _arguments(f.get("arguments"))}}
+                               for c in calls for f in [c["function"]]]
+        out.append(m)
+    return out
+
+
+@functools.lru_cache(maxsize=16)
+def _takes_parts(template, tokenizer):
+    """True if the template walks through content parts; one that only prints a string gets the joined text instead."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
+    try:
+        rendered = tokenizer.apply_chat_template(parts, tokenize=False)
+    except (TemplateError, TypeError):
+        return False
+    return rendered == tokenizer.apply_chat_template([{"role": "user", "content": "probe"}], tokenize=False)
+
+
+def render_text(tokenizer, messages, tools=None, chat_template_kwargs=None, generation_prompt=True):
+    """The chat template's text. jinja2 TemplateError if it refuses the messages, ValueError on a reserved kwarg."""
+    kwargs = {"add_generation_prompt": generation_prompt, **(chat_template_kwargs or {})}
+    wrong = RESERVED & kwargs.keys()
+    if wrong:
+        raise ValueError(f"chat_template_kwargs must not hold {', '.join(sorted(wrong))}")
+    messages = normalise(messages)
+    if not _takes_parts(tokenizer.chat_template, tokenizer):
+        for m in messages:
+            if isinstance(m["content"], list) and _only_text(m["content"]):
+                m["content"] = _join_text(m["content"])
+    return tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **kwargs)
+
+
+def encode(tokenizer, text):
+    """Text -> ids, special tokens written in the text recognised and none added."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def pictures(messages):
+    """The sha256 of every picture part, in order (raw image_url parts, as an engine sees them, have none)."""
+    return [part["sha256"] for m in messages if isinstance(m.get("content"), list)
+            for part in m["content"] if isinstance(part, dict) and part.get("sha256")]
+
+
+def render_prompt(tokenizer, messages, tools, chat_template_kwargs, images=None):
+    """Prompt ids of one call, generation prompt included: list[int].
+
+    images: ImageStore; with it every picture must be there with the bytes of its hash, else MissingPicture.
+    """
+    if images is not None:
+        for sha in pictures(messages):
+            if images.get(sha) is None:
+                raise MissingPicture(f"picture {sha} missing")
+    return encode(tokenizer, render_text(tokenizer, messages, tools, chat_template_kwargs))
+
+
+def render_target(tokenizer, messages, tools, message, chat_template_kwargs):
+    """(prompt ids, target ids) of the assistant `message` after `messages`; the target ends with the end token.
+
+    Prompt and target are encoded apart, because a planner samples its response after the encoded prompt. ValueError if
+    the template does not continue the prompt with the message, or writes no end token: then there is no target.
+    """
+    prompt = render_text(tokenizer, messages, tools, chat_template_kwargs)
+    kwargs = {k: v for k, v in (chat_template_kwargs or {}).items() if k != "add_generation_prompt"}
+    full = render_text(tokenizer, [*messages, message], tools, kwargs, generation_prompt=False)
+    if not full.startswith(prompt):
+        at = _common(prompt, full)
+        was, now = (text[max(0, at - 20):at + 30] for text in (prompt, full))
+        raise ValueError(f"the template does not continue the prompt: {was!r} became {now!r}")
+    end = full.rfind(tokenizer.eos_token, len(prompt))
+    if end < 0:
+        raise ValueError(f"the template writes no end token {tokenizer.eos_token!r} after the assistant message")
+    return encode(tokenizer, prompt), encode(tokenizer, full[len(prompt):end] + tokenizer.eos_token)
+
+
+# ---------------------------------------------------------------------------------------------- comparison
+
+def _common(a, b):
+    """Length of the common prefix of two sequences."""
+    n = min(len(a), len(b))
+    return next((i for i in range(n) if a[i] != b[i]), n)
+
+
+def check(tokenizer, call, images=None):
+    """None if `call` renders to its recorded prompt_token_ids, else a Mismatch that explains the first difference."""
+    try:
+        ids = render_prompt(tokenizer, call.messages, call.tools, call.chat_template_kwargs, images)
+    except MissingPicture as e:
+        return Mismatch("picture", str(e))
+    except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as e:      # one broken record stops no round
+        return Mismatch("template", f"the template cannot render this call: {type(e).__name__}: {e}")
+    if ids == call.prompt_token_ids:
+        return None
+    return _explain(tokenizer, call, ids)
+
+
+def _explain(tokenizer, call, ids):
+    """The slow path: where the first differing token lies, in words."""
+    recorded = call.prompt_token_ids
+    at = _common(recorded, ids)
+    text = render_text(tokenizer, call.messages, call.tools, call.chat_template_kwargs)
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    char = offsets[at][0] if at < len(ids) else len(text)
+    index, role = _locate(tokenizer, call, text, char)
+    size = len(tokenizer)
+    strange = [t for t in recorded if not isinstance(t, int) or not 0 <= t < size]
+    left, right = max(0, at - WINDOW), at + WINDOW
+    window = tokenizer.decode([t for t in recorded[left:right] if t not in strange])
+    expected = tokenizer.decode(ids[left:right])
+    cause = role
+    if strange:
+        cause = "vocabulary"
+    elif at == len(recorded) or at == len(ids):
+        cause = "end"
+    elif tokenizer.decode(recorded) == tokenizer.decode(ids):
+        cause = "tokens"                                   # same text, cut into other tokens
+    where = f"message {index} ({role})" if index is not None else role
+    note = {"vocabulary": f"; recorded id {strange[0]} is not in this vocabulary of {size}" if strange else "",
+            "end": f"; the {'record' if at == len(recorded) else 'rendering'} ends there",
+            "tokens": "; the text is the same, cut into other tokens"}.get(cause, "")
+    return Mismatch(cause, f"token {at} of {len(recorded)} recorded / {len(ids)} rendered, in {where}{note}: "
+                           f"recorded {window!r}, rendered {expected!r}", at, index, role, window, expected)
+
+
+def _locate(tokenizer, call, text, char):
+    """(message index or None, role | 'tools' | 'end') of a character of the rendered prompt."""
+    if call.tools:
+        bare = _try_text(tokenizer, call.messages, None, call.chat_template_kwargs, True)
+        if bare is not None:
+            start = _common(text, bare)
+            stop = len(text) - _common(text[::-1], bare[::-1])
+            if start <= char <= stop:
+                return None, "tools"
+    for n, m in enumerate(call.messages):                  # the first message whose end lies behind the character
+        part = _try_text(tokenizer, call.messages[:n + 1], call.tools, call.chat_template_kwargs, False)
+        if part is not None and char < _common(text, part):
+            return n, str(m.get("role"))
+    return None, "end"                                     # the generation prompt
+
+
+def _try_text(tokenizer, messages, tools, kwargs, generation_prompt):
+    """render_text, or None where a template refuses a shortened message list."""
+    try:
+        return render_text(tokenizer, messages, tools, kwargs, generation_prompt)
+    except (TemplateError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+def gate_calls(tokenizer, calls, images=None):
+    """Iterable of Calls -> (report, {call_id: Mismatch}). Incomplete calls are counted by reason and not compared."""
+    counts, incomplete, causes, gated = Counter(), Counter(), Counter(), {}
+    for call in calls:
+        counts["calls"] += 1
+        problem = call_problem(call)
+        if problem:
+            counts["incomplete"] += 1
+            incomplete[problem.split(":")[0]] += 1
+            continue
+        counts["compared"] += 1
+        mismatch = check(tokenizer, call, images)
+        if mismatch:
+            counts["mismatched"] += 1
+            causes[mismatch.cause] += 1
+            gated[call.call_id] = mismatch
+    share = counts["mismatched"] / counts["compared"] if counts["compared"] else None
+    report = {"calls": counts["calls"], "incomplete": counts["incomplete"], "compared": counts["compared"],
+              "mismatched": counts["mismatched"], "mismatch_share": share, "causes": dict(causes.most_common()),
+              "incomplete_reasons": dict(incomplete.most_common()), "gated": sorted(gated),
+              "explanations": [{"call_id": k, **asdict(m)} for k, m in list(gated.items())[:5]]}
+    return report, gated
+
+
+def parse_args():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
+    p.add_argument("--calls", required=True, help="folder with calls.jsonl and images/")
+    p.add_argument("--model", required=True, help="checkpoint whose tokenizer and chat template render the prompts")
+    p.add_argument("--max-mismatch", type=float, default=0.01,
+                   help="share of compared calls (0 to 1) above which the exit code is 3")
+    p.add_argument("--output", help="report file; None: DIR/gate-report.json")
+    args = p.parse_args()
+    if not 0 <= args.max_mismatch <= 1:
+        p.error(f"--max-mismatch {args.max_mismatch}: expected a share between 0 and 1")
+    return args
+
+
+def main():
+    args = parse_args()
+    folder = Path(args.calls)
+    output = Path(args.output or folder / "gate-report.json")
+    tokenizer = load_tokenizer(args.model)
+    report, gated = gate_calls(tokenizer, read_calls(folder / "calls.jsonl"), ImageStore(folder / "images"))
+    if not report["compared"]:
+        raise BadInput(f"{folder}/calls.jsonl: none of {report['calls']} calls is complete "
+                       f"{report['incomplete_reasons']}; a scripted teacher records no token ids, gate the calls of a model")
+    write_json(output, {"arguments": vars(args), **report})
+    print(f"gate: {report['calls']} calls | {report['incomplete']} incomplete {report['incomplete_reasons'] or ''} | "
+          f"{report['compared']} compared | {report['mismatched']} mismatched ({report['mismatch_share']:.2%})")
+    for cause, n in report["causes"].items():
+        print(f"  {cause:<12} {n}")
+    for e in report["explanations"]:
+        print(f"  {e['call_id']}: {e['text']}")
+    print(f"gate: report -> {output}")
+    return 3 if report["mismatch_share"] > args.max_mismatch else 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,406 @@
+"""Stage 1a: what the student would have seen, and what it should answer (SPEC.md §2, "Stage 1, SFT").
+
+The teacher reads memory; the student has none. For every call of a successful teacher episode this rebuilds the
+student's context (memory tools, memory calls, their results and [memory] sections of prompts removed), looks
+for evidence that the answer leans on what was removed (evidence.py: word, quote, number, argument), and makes
+the answer a target, rewrites it first, or keeps it as history only. Outcomes: kept, rewritten, history_only and
+dropped (by reason); they add up to the number of calls read.
+
+Reads   TEACHER/{calls,episodes}.jsonl, the tokenizer and chat template of the student checkpoint
+Writes  OUTPUT/sft.jsonl            messages, tools, message, prompt_token_ids, token_ids (with end token), source, …
+        OUTPUT/rewrite-report.json  counts per evidence and outcome, per-episode numbers, an example per evidence
+        OUTPUT/manifest.json        last. Repeating the command does the same work again (deterministic)
+
+Departures and choices (ours)
+ 1. A quote or number that also stands in the student's own context (prompt, tool results, tool specifications,
+    its earlier answers) is no evidence. Numbers which an earlier history-only answer leaked do not count as the
+    student's own.
+ 2. --rewriter rules drops dependent clauses and sentences and writes nothing new.
+ 3. --mode mask leaves flagged answers out as targets. History is the same in both modes (earlier answers as the
+    student would have given them), so mask's rows are a subset of rewrite's and the two arms differ in coverage
+    alone. In an answer that the judge refused, whatever the rewriter could drop is dropped; if nothing is left,
+    it leaves the history.
+ 4. Calls after success are dropped, but --after-success finish keeps the one that ends the episode: a student
+    that never sees `finish` does not learn to stop.
+ 5. What the harness changed between calls (shortened results, dropped reasoning) stays as recorded in each
+    call.
+
+    python rewrite.py --teacher run/teacher --student run/base --output run/sft-data
+    torchrun …    not needed: one process does about 1,000 calls/s; torchrun sft.py splits the rows
+"""
+
+import argparse
+import json
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+from jinja2.exceptions import TemplateError
+
+import gate
+from evidence import (REWRITERS, Dependence, arguments_survive, arguments_text, judge, numbers_in, reasoning_keys,
+                      rewrite_by_rules, text_of, texts_of)
+from records import (BadInput, Formatter, JsonlWriter, read_calls, read_episodes, run_main, save_args, write_json,
+                     write_manifest)
+
+MEMORY_PREFIX = "memory_"                                  # tools whose name starts so are the teacher's alone
+NORMAL_ENDS = ("finish", "text")
+_SECTION = re.compile(r"(?:^|\n)[ \t]*\[memory\][ \t]*\n(.*?)[ \t]*\[/memory\][ \t]*(?=\n|$)", re.S)
+_MARK = re.compile(r"^[ \t]*\[/?memory\][ \t]*$", re.M)
+
+
+def is_memory(tool_call):
+    return tool_call["function"]["name"].startswith(MEMORY_PREFIX)
+
+
+# ---------------------------------------------------------------------------------------------- the student's context
+
+def strip_sections(text, call_id):
+    """Prompt text -> (text without its [memory] … [/memory] sections, [removed sections])."""
+    if not _MARK.search(text):
+        return text, []
+    removed = [m.group(1).strip("\n") for m in _SECTION.finditer(text)]
+    rest = _SECTION.sub("", text)
+    if text.lstrip(" \t").startswith("[memory]"):
+        rest = rest.removeprefix("\n")                     # a section at the very start takes its line end along
+    if _MARK.search(rest):
+        raise BadInput(f"calls.jsonl: call {call_id}: a [memory] section without its end; each mark needs its own line")
+    return rest, removed
+
+
+class History:
+    """One teacher episode, call by call: the student's context of each call, the student's version of each answer.
+
+    For every delivered call in order: context(call), then answer(call.message, …).
+    """
+
+    def __init__(self, rewriter):
+        self.rewriter = rewriter
+        self.answers = []                                  # (teacher's message, student's version or None), in order
+        self.removed, self.results = {}, {}                # removed texts so far (dicts as ordered sets)
+        self.leaked = set()                                # numbers that history-only answers took from memory
+        self.unmatched = 0                                 # history messages that no recorded answer explains
+
+    def context(self, call):
+        """(student's messages, student's tools, Dependence) of a call; remembers what was removed."""
+        messages, edited, pointer, memory_ids = [], [], 0, set()
+        for m in call.messages:
+            if m["role"] == "tool":
+                if m.get("tool_call_id") in memory_ids or str(m.get("name", "")).startswith(MEMORY_PREFIX):
+                    self._remove(text_of(m.get("content")), result=True)
+                    m = None
+            elif m["role"] == "assistant":
+                for c in m.get("tool_calls") or []:        # ids may repeat from turn to turn: the latest use counts
+                    (memory_ids.add if is_memory(c) else memory_ids.discard)(c.get("id"))
+                m, pointer, changed = self._past_answer(m, pointer)
+                edited += [len(messages)] if changed and m else []
+            else:
+                m = self._prompt(m, call.call_id)
+            if m is not None:
+                messages.append(m)
+        tools = [t for t in call.tools if not is_memory(t)]
+        outside = [text_of(m.get("content")) for m in messages if m["role"] != "assistant"]
+        own = [t for i, m in enumerate(messages) if m["role"] == "assistant" and i not in edited for t in texts_of(m)]
+        dependence = Dependence(self.removed, self.results, [*outside, json.dumps(tools, ensure_ascii=False)], own,
+                                self.leaked)
+        for i in edited:                                   # the harness changed the text: clean it as it stands
+            messages[i] = rewrite_by_rules(messages[i], dependence)
+        return messages, tools, dependence
+
+    def answer(self, message, dependence):
+        """(student's version or None, evidence, judge's verdict or None, number of memory calls taken out).
+
+        The version stands in the history of later calls, whether it becomes a target or not.
+        """
+        calls = message.get("tool_calls") or []
+        kept = [c for c in calls if not is_memory(c)]
+        for c in calls:
+            if is_memory(c):
+                self._remove(arguments_text(c))
+        own = {k: v for k, v in message.items() if k != "tool_calls"}
+        own.update(role="assistant", content=text_of(message.get("content")))
+        if calls and not kept:
+            for text in texts_of(own):
+                self._remove(text)
+            self.answers.append((message, None))
+            return None, [], None, len(calls)
+        if kept:
+            own["tool_calls"] = kept
+        evidence, verdict, student = dependence.evidence(own), None, own
+        if evidence:
+            student = self.rewriter(own, dependence)
+            verdict = judge(own, student, dependence)
+            if any(e["kind"] == "argument" for e in evidence):
+                verdict = "argument"
+            if verdict:
+                self.leaked.update(*(numbers_in(e["found"]) for e in evidence if e["kind"] in ("number", "argument")))
+                student = {**student, "tool_calls": kept} if kept else student
+        nothing = not kept and not student["content"].strip()
+        self.answers.append((message, None if nothing else student))
+        return student, evidence, verdict, len(calls) - len(kept)
+
+    def _remove(self, text, result=False):
+        self.removed[text] = None
+        if result:
+            self.results[text] = None
+
+    def _prompt(self, m, call_id):
+        """A system or user message without memory sections; None if it was nothing else."""
+        whole, content, removed = m.get("content"), [], []
+        for part in whole if isinstance(whole, list) else [{"type": "text", "text": whole or ""}]:
+            if isinstance(part.get("text"), str):
+                text, cut = strip_sections(part["text"], call_id)
+                removed += cut
+                part = {**part, "text": text} if text or not cut else None
+            content += [part] if part else []
+        for text in removed:
+            self._remove(text, result=True)
+        if not removed:
+            return m
+        return {**m, "content": content if isinstance(whole, list) else content[0]["text"]} if content else None
+
+    def _past_answer(self, m, pointer):
+        """(student's version or None, next pointer, was the text changed). Answers before `pointer` are used up."""
+        calls = m.get("tool_calls") or []
+        teacher, student = {}, {}
+        for j in range(pointer, len(self.answers)):
+            if _same_answer(self.answers[j][0], m):
+                (teacher, student), pointer = self.answers[j], j + 1
+                break
+        else:
+            self.unmatched += 1
+        kept = [c for c in calls if not is_memory(c)]
+        if student is None or (calls and not kept):
+            return None, pointer, False
+        new = {k: v for k, v in m.items() if k != "tool_calls"}
+        if kept:
+            new["tool_calls"] = kept
+        changed = False
+        for key in ["content", *reasoning_keys(m)]:        # reasoning that the harness dropped stays dropped
+            if _field(teacher, key) == text_of(m.get(key)):
+                new[key] = _field(student, key)
+            else:
+                new[key], changed = text_of(m.get(key)), True
+        return new, pointer, changed
+
+
+def _field(message, key):
+    """Content or reasoning of an answer, under whichever name it has."""
+    names = ["content"] if key == "content" else reasoning_keys(message)[:1]
+    return text_of(message.get(names[0])) if names else ""
+
+
+def _same_answer(teacher, m):
+    """Whether history message m is the recorded answer `teacher`: by tool-call ids and names, else by its text."""
+    a, b = ([(c.get("id"), c["function"]["name"]) for c in x.get("tool_calls") or []] for x in (teacher, m))
+    return a == b and (bool(a) or text_of(teacher.get("content")) == text_of(m.get("content")))
+
+
+# ---------------------------------------------------------------------------------------------- episodes to rows
+
+class Report:
+    """Counts and examples. Every call read ends in exactly one outcome."""
+
+    def __init__(self):
+        self.outcomes, self.evidence, self.numbers = Counter(), Counter(), Counter()
+        self.targets = Counter()                           # number of targets of an episode -> episodes
+        self.examples, self.errors = {}, []
+
+    def flagged(self, evidence, before, after, outcome, call):
+        self.numbers["flagged"] += 1
+        for kind in sorted({e["kind"] for e in evidence}):
+            self.evidence[kind] += 1
+            shown = [{k: m[k] for k in ("content", "reasoning", "reasoning_content", "tool_calls") if k in m}
+                     for m in (before, after)]
+            self.examples.setdefault(kind, {"call_id": call.call_id, "outcome": outcome, "evidence": evidence,
+                                            "before": shown[0], "after": shown[1]})
+
+    def as_dict(self):
+        used = sum(self.targets.values())
+        total = sum(k * n for k, n in self.targets.items())
+        return {"calls": sum(self.outcomes.values()), "targets": total,
+                "outcomes": dict(sorted(self.outcomes.items())),
+                "evidence": {k: self.evidence[k] for k in ("word", "quote", "number", "argument")},
+                "numbers": dict(sorted(self.numbers.items())),
+                "episodes": {"used": used, "without_target": self.targets[0],
+                             "targets_mean": round(total / used, 3) if used else None,
+                             "targets_histogram": {str(k): self.targets[k] for k in sorted(self.targets)}},
+                "examples": self.examples, "errors": self.errors[:5]}
+
+
+def is_end(message, episode):
+    """The call that ends an episode: `finish`, or the last words where an episode ends by text."""
+    names = [c["function"]["name"] for c in message.get("tool_calls") or []]
+    return "finish" in names or (not names and episode.end == "text")
+
+
+def episode_rows(episode, calls, tokenizer, args, report):
+    """Recorded calls of one usable episode -> rows of sft.jsonl. Every call is counted in `report`."""
+    history = History(REWRITERS[args.rewriter])
+    rows, previous = [], None
+    for call in sorted(calls, key=lambda c: c.turn):
+        if not call.delivered or call.error or call.message is None:
+            report.outcomes["dropped: not_delivered"] += 1
+            continue
+        messages, tools, dependence = history.context(call)
+        student, evidence, verdict, memory_calls = history.answer(call.message, dependence)
+        late = episode.success_turn is not None and call.turn > episode.success_turn
+        if late and not (args.after_success == "finish" and is_end(call.message, episode)):
+            report.outcomes["dropped: after_success"] += 1
+            continue
+        if student is None:
+            report.outcomes["dropped: memory_only"] += 1
+            continue
+        report.numbers["mixed"] += bool(memory_calls)
+        if not all(arguments_survive(c["function"].get("arguments")) for c in student.get("tool_calls") or []):
+            verdict = verdict or "arguments_not_preserved"
+        if not student["content"].strip() and not student.get("tool_calls"):
+            verdict = verdict or "emptied"                 # the teacher itself said nothing
+        if evidence and args.mode == "mask":
+            verdict = verdict or "masked"
+        source = "rewritten" if evidence else "kept"
+        outcome = f"history_only: {verdict}" if verdict else source
+        if evidence:
+            report.flagged(evidence, call.message, student, outcome, call)
+        if not verdict:
+            kwargs = call.chat_template_kwargs
+            try:
+                prompt, target = gate.render_target(tokenizer, messages, tools, student, kwargs)
+                whole = gate.render_prompt(tokenizer, [*messages, student], tools, kwargs)
+            except (TemplateError, ValueError) as e:
+                outcome = "dropped: template"
+                report.errors.append(f"{call.call_id}: {e}")
+            else:
+                ids = prompt + target
+                if len(ids) > args.max_tokens:
+                    outcome = "dropped: too_long"
+        report.outcomes[outcome] += 1
+        if outcome != source:
+            continue
+        # As history the answer should be prompt + target again; a merge across their border would make other tokens.
+        report.numbers["retokenised"] += whole[:len(ids)] != ids
+        if previous is not None:
+            report.numbers["extends_previous" if prompt[:len(previous)] == previous else "new_prefix"] += 1
+        previous = ids
+        rows.append({"episode_id": episode.episode_id, "call_id": call.call_id, "turn": call.turn,
+                     "task": episode.task, "source": source, "evidence": evidence, "messages": messages, "tools": tools,
+                     "message": student, "chat_template_kwargs": kwargs, "prompt_token_ids": prompt, "token_ids": target})
+    report.targets[len(rows)] += 1
+    report.numbers["history_unmatched"] += history.unmatched
+    return rows
+
+
+def unusable(episode):
+    """None if the episode's calls may become targets, else why not."""
+    if not episode.valid:
+        return "episode_invalid"
+    if episode.reward != 1:
+        return "episode_failed"
+    return None if episode.end in NORMAL_ENDS else "episode_abnormal_end"
+
+
+def all_rows(teacher, tokenizer, args, report):
+    """Yields the rows of every usable episode, in the order in which episodes are complete in calls.jsonl.
+
+    Calls are held only until their episode is complete, so memory does not grow with the file.
+    """
+    calls_path, episodes_path = teacher / "calls.jsonl", teacher / "episodes.jsonl"
+    episodes, reasons, usable = {}, {}, 0
+    for e in read_episodes(episodes_path):
+        if e.episode_id in episodes:
+            raise BadInput(f"{episodes_path}: episode {e.episode_id} stands there twice; delete one of the two lines")
+        reason = unusable(e)
+        usable += reason is None
+        if reason is None and args.limit_episodes and usable > args.limit_episodes:
+            reason = "episode_limit"
+        episodes[e.episode_id], reasons[e.episode_id] = e, reason
+    report.numbers["episodes"] = len(episodes)
+    pending = {}
+    for call in read_calls(calls_path):
+        episode = episodes.get(call.episode_id)
+        reason = "no_episode" if episode is None else reasons[call.episode_id]
+        if reason is None and call.call_id not in episode.calls:
+            reason = "not_in_episode"                      # e.g. of an interrupted attempt that was done again
+        if reason:
+            report.outcomes[f"dropped: {reason}"] += 1
+            continue
+        held = pending.setdefault(call.episode_id, {})
+        if call.call_id in held:
+            raise BadInput(f"{calls_path}: call {call.call_id} stands there twice; delete one of the two lines")
+        held[call.call_id] = call
+        if len(held) < len(episode.calls):
+            continue
+        try:
+            yield from episode_rows(episode, list(held.values()), tokenizer, args, report)
+        except (KeyError, TypeError, AttributeError) as e:
+            raise BadInput(f"{calls_path}: episode {call.episode_id}: a message or tool is not in OpenAI's chat "
+                           f"format ({type(e).__name__}: {e})") from e
+        del pending[call.episode_id]
+    for held in pending.values():                          # the episode lists calls that the file does not hold
+        report.outcomes["dropped: episode_incomplete"] += len(held)
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+def parse_args():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
+    g = p.add_argument_group("files")
+    g.add_argument("--teacher", required=True, help="folder with the teacher's calls.jsonl and episodes.jsonl")
+    g.add_argument("--student", required=True, help="checkpoint whose tokenizer and chat template make the rows")
+    g.add_argument("--output", required=True, help="folder to write")
+    g = p.add_argument_group("method")
+    g.add_argument("--mode", choices=["rewrite", "mask"], default="rewrite",
+                   help="flagged answers: rewrite them, or leave them out")
+    g.add_argument("--rewriter", choices=sorted(REWRITERS), default="rules", help="who rewrites flagged answers")
+    g.add_argument("--after-success", choices=["finish", "none"], default="finish",
+                   help="calls after success: keep the one that ends the episode, or none")
+    g = p.add_argument_group("limits")
+    g.add_argument("--max-tokens", type=int, default=32768,
+                   help="longest prompt + target (tokens); longer rows are dropped")
+    g.add_argument("--limit-episodes", type=int, default=0, help="use the first N successful episodes (0: all)")
+    args = p.parse_args()
+    if args.max_tokens < 2 or args.limit_episodes < 0:
+        p.error("--max-tokens must be at least 2, --limit-episodes at least 0")
+    return args
+
+
+def print_report(report):
+    print(f"rewrite: {report['calls']} calls -> {report['targets']} targets")
+    for title in ("outcomes", "evidence", "numbers"):
+        print(f"  {title}" + (" (responses; one may have several)" if title == "evidence" else ""))
+        for name, n in report[title].items():
+            print(f"    {name:<40} {n:>8}")
+    for kind, x in report["examples"].items():
+        found = next(e["found"] for e in x["evidence"] if e["kind"] == kind)
+        before, after = (" | ".join(filter(None, texts_of(x[side])))[:110] for side in ("before", "after"))
+        print(f"  {kind} {found!r} -> {x['outcome']}\n    before: {before}\n    after:  {after}")
+
+
+def main():
+    args = parse_args()
+    started = time.time()
+    teacher, output = Path(args.teacher), Path(args.output)
+    tokenizer = gate.load_tokenizer(args.student)
+    save_args(output, "rewrite", args)
+    (output / "manifest.json").unlink(missing_ok=True)     # a kill from here on must not leave an older "whole" behind
+    part = output / "sft.jsonl.part"
+    part.unlink(missing_ok=True)
+    report = Report()
+    with JsonlWriter(part) as writer:
+        for row in all_rows(teacher, tokenizer, args, report):
+            writer.append(row)
+    result = report.as_dict()
+    if not result["targets"]:
+        raise BadInput(f"{teacher}: no target in {result['calls']} calls {result['outcomes']}; "
+                       + (f"first error: {report.errors[0]}" if report.errors else "collect more successful episodes"))
+    part.rename(output / "sft.jsonl")
+    write_json(output / "rewrite-report.json", {"arguments": vars(args), **result})
+    print_report(result)
+    print(f"rewrite: {time.time() - started:.1f} s -> {output / 'sft.jsonl'}")
+    counts = {"targets": result["targets"], **result["outcomes"]}
+    write_manifest(output, "rewrite", args, counts, ["sft.jsonl", "rewrite-report.json"])
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,174 @@
+"""Stage 1, supervised fine-tuning on the student's contexts and the teacher's (rewritten) responses (SPEC.md §2, loss.py (3)).
+
+Reads   sft.jsonl (rewrite.py) and a base checkpoint
+Writes  OUTPUT/  a Hugging Face checkpoint · metrics.jsonl · state/ (weights in float32 and optimizer state) · resume/ · manifest.json
+
+Departures from the paper, or choices where it is silent
+ 1. An optimizer batch is made of whole episodes: it closes as soon as it holds --global-batch responses or more.
+ 2. Responses of one episode whose prompts extend each other share one forward row (trainer.merge_prefix); the loss is the same.
+ 3. Learning rate, batch and schedule of the paper's SFT are not published; the defaults are ours.
+
+Killed, it continues from the newest resume/step-N when the same command is given again; finished, it says so and exits 0.
+
+    python sft.py --model run/base --data run/sft/sft.jsonl --output run/sft-ckpt
+    torchrun --nproc_per_node 8 sft.py --model Qwen/Qwen3.5-9B --data run/sft/sft.jsonl --output run/sft-ckpt
+"""
+
+import argparse
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import loss
+import trainer
+from records import BadInput, Formatter, read_json, read_jsonl, run_main, save_args, sha256_file, write_manifest
+
+# arguments that may differ between a killed run and the one that continues it
+FREE = ("threads", "log_every", "save_every", "micro_tokens", "no_prefix_merge", "attention", "output")
+
+
+def parse_args():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
+    p.add_argument("--model", required=True, help="base checkpoint: a folder or a hub name")
+    p.add_argument("--data", required=True, help="sft.jsonl")
+    p.add_argument("--output", required=True, help="checkpoint folder to write")
+    trainer.add_arguments(p, lr=1e-5, global_batch=128)
+    g = p.add_argument_group("sft")
+    g.add_argument("--epochs", type=int, default=1, help="passes over the data (count)")
+    g.add_argument("--max-steps", type=int, default=0, help="stop after so many optimizer steps; schedules end there too (0: all epochs)")
+    g.add_argument("--save-every", type=int, default=200, help="resume point every so many steps (0: none)")
+    args = p.parse_args()
+    for name in ("global_batch", "micro_tokens", "epochs"):
+        if getattr(args, name) < 1:
+            p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
+    return args
+
+
+# ---------------------------------------------------------------------------------------------- data
+
+def read_data(args):
+    """sft.jsonl -> (Responses, counts)."""
+    prompts, outputs, episodes, counts = [], [], [], Counter()
+    rows = list(read_jsonl(args.data, ("prompt_token_ids", "token_ids", "episode_id", "turn")))
+    rows.sort(key=lambda r: (r[1]["episode_id"], r[1]["turn"]))
+    for number, row in rows:
+        counts["rows"] += 1
+        if not row["token_ids"]:
+            counts["empty"] += 1
+        elif not row["prompt_token_ids"]:
+            raise BadInput(f"{args.data}:{number}: field 'prompt_token_ids' is empty; a target needs a context (run rewrite.py again)")
+        elif len(row["prompt_token_ids"]) + len(row["token_ids"]) > args.max_length:
+            counts["too_long"] += 1
+        else:
+            counts["used"] += 1
+            counts[f"source_{row.get('source', 'unknown')}"] += 1
+            prompts.append(np.array(row["prompt_token_ids"], dtype=np.int32))
+            outputs.append(np.array(row["token_ids"], dtype=np.int32))
+            episodes.append(row["episode_id"])
+    if not outputs:
+        raise BadInput(f"{args.data}: none of {counts['rows']} rows has a target of at most --max-length {args.max_length} tokens {dict(counts)}")
+    responses = trainer.Responses(prompts, outputs, episodes)
+    counts["episodes"], counts["target_tokens"] = len(set(episodes)), int(responses.lengths.sum())
+    return responses, counts
+
+
+def make_batches(responses, args):
+    """Optimizer batches (lists of response indices, in order of turns within an episode) of all epochs: every epoch its own order."""
+    batches = []
+    for epoch in range(args.epochs):
+        batch = []
+        for episode in trainer.shuffled(responses.by_episode(), args.seed, epoch):
+            batch += episode
+            if len(batch) >= args.global_batch:
+                batches.append(batch)
+                batch = []
+        if batch:
+            batches.append(batch)                      # the last partial batch has its own denominator
+    return batches[:args.max_steps or None]
+
+
+# ---------------------------------------------------------------------------------------------- main
+
+def main():
+    args = parse_args()
+    output = Path(args.output)
+    if (output / "manifest.json").exists():
+        print(f"sft: {output} is already whole")
+        return
+    ranks = trainer.Ranks(args.threads)
+
+    # ---- data
+    source = ranks.on_main(lambda: trainer.checkpoint_folder(args.model))
+    responses, counts = read_data(args)
+    batches = make_batches(responses, args)
+    if ranks.main:
+        save_args(output, "sft", args)
+        print(f"sft: {counts['used']} responses of {counts['episodes']} episodes, {counts['target_tokens']:,} target tokens | left out: "
+              f"{counts['empty']} empty, {counts['too_long']} too long | {len(batches)} steps, {ranks.world} ranks")
+
+    # ---- model and optimizer
+    model = trainer.load_model(source, ranks, args.attention)
+    vocabulary = model.config.get_text_config().vocab_size
+    if responses.largest_id() >= vocabulary:
+        ranks.stop(f"{args.data}: token id {responses.largest_id()}, but {source} has a vocabulary of {vocabulary}; "
+                   "give the checkpoint whose tokenizer made this file")
+    run = trainer.Trainer(model, args, ranks)
+    metrics = trainer.Metrics(output, ranks, len(batches), args.log_every,
+                              {"loss": ".4f", "grad_norm": ".3f", "lr": ".2e", "tokens_per_second": ",.0f"})
+
+    # ---- resume
+    identity = {**{k: str(v) for k, v in sorted(vars(args).items()) if k not in FREE}, "data_sha256": sha256_file(args.data)}
+    resume = ranks.on_main(lambda: trainer.newest_resume(output))
+    if resume:
+        changed = [k for k, v in read_json(resume / "trainer_state.json")["identity"].items() if identity.get(k) != v]
+        if changed:
+            ranks.stop(f"{resume}: the interrupted run had other {', '.join(changed)}; give the same command, or delete {output}/resume")
+        trainer.load_state(resume, run)
+        if ranks.main:
+            print(f"sft: continuing after step {run.steps} from {resume}")
+    metrics.keep(run.steps)
+    if ranks.main and not resume:
+        show_first(source, responses, batches[0])
+
+    # ---- train
+    for step in tqdm(range(run.steps, len(batches)), disable=None if ranks.main else True, desc="sft"):
+        micros = run.micro_batches(responses, batches[step])
+        total_tokens = int(responses.lengths[batches[step]].sum())        # over all ranks and micro-batches
+        parts = []
+        for micro in micros:
+            logp = run.logp(micro)                                        # (N,)
+            part, metric = loss.sft_loss(logp, torch.ones_like(logp, dtype=torch.bool), total_tokens)
+            run.backward(part)
+            parts.append(metric)
+        lr = trainer.lr_at(args, step, step / len(batches))
+        norms = run.step(lr)
+        m = trainer.reduce_metrics(parts, ranks, loss.merge_metrics)
+        assert m["tokens"] == total_tokens, f"{m['tokens']} targets in the micro-batches, {total_tokens} in the batch"
+        forward = ranks.gather({"n": sum(micro.tokens.numel() for micro in micros)})
+        metrics.log({"step": step + 1, "loss": m["nll"] / total_tokens, "lr": lr, **norms, "tokens": total_tokens,
+                     "responses": len(batches[step]), "forward_tokens": sum(part["n"] for part in forward)})
+        if args.save_every and run.steps % args.save_every == 0 and run.steps < len(batches):
+            trainer.save_resume(output, run, {"identity": identity})
+
+    # ---- save
+    version = trainer.save_checkpoint(output, run, source, {"stage": "sft"}, args.save_dtype)
+    if ranks.main:
+        shutil.rmtree(output / "resume", ignore_errors=True)
+        write_manifest(output, "sft", args, {**counts, "steps": run.steps, "policy_version": version})
+        print(f"sft: {run.steps} steps -> {output}, policy version {version}")
+    ranks.close()
+
+
+def show_first(source, responses, batch):
+    """The first row of the first batch, targets marked: look at it, wrong masks are seen at once."""
+    from transformers import AutoTokenizer
+    row = trainer.merge_prefix(responses, batch)[0]
+    trainer.show_row(AutoTokenizer.from_pretrained(source), row, f"episode {responses.episodes[row.spans[0][2]]}")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,182 @@
+"""Skills harness: ends of an episode, history rewriting, memory tools, malformed calls, retries of the client. A fake world and planner."""
+
+import copy
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from harness.skills import CALL_UNREAD, ChatClient, Episode, ModelServerError, rewrite_history
+from harness.world import Receipt, Skill, Task, World
+
+
+class ToyWorld(World):
+    """One skill, push(n): n = 3 succeeds, n = 9 breaks the world, n = 7 raises."""
+    name = "toy"
+    skills = (Skill("push", "Push n times.", {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}, "push"),)
+
+    @classmethod
+    def tasks(cls, suite):
+        return [Task("toy", 0, "Push three times.", (("in", "a", "b"),))]
+
+    def reset(self, task, init):
+        self.task, self.n, self.latched = task, 0, False
+
+    def state_hash(self):
+        return "h0"
+
+    def push(self, n):
+        if n == 7:
+            raise RuntimeError("simulator fault")
+        self.n = n
+        return Receipt(True, "Pushed " + "far " * 40, {"event": "pushed"})
+
+    def success(self):
+        self.latched |= self.n == 3
+        return self.n == 3
+
+    def unrecoverable(self):
+        return "it broke" if self.n == 9 else None
+
+    def objects(self):
+        return [{"name": "a", "x": 1, "y": 2, "z": 3}]
+
+
+def call(name, **arguments):
+    return {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}]}
+
+
+@pytest.fixture
+def planner():
+    """A server that answers from `script`: messages, or (status, text) for an error. Keeps the bodies and retry headers it got."""
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            self.server.bodies.append(json.loads(body))
+            self.server.retries.append(self.headers["x-stainless-retry-count"])
+            answer = self.server.script.pop(0)
+            status, data = (200, {"choices": [{"message": answer}]}) if isinstance(answer, dict) else (answer[0], {"error": {"message": answer[1]}})
+            data = json.dumps(data).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server.script, server.bodies, server.retries = [], [], []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def run(planner, script, **job):
+    planner.script[:] = copy.deepcopy(script)
+    base = {"episode_id": "e", "base_url": f"http://127.0.0.1:{planner.server_port}/v1", "suite": "toy", "index": 0, "init": 1, "model": "m",
+            "max_tokens": 50, "turns": 5, "seconds": 60, "history_budget": 100_000, "pictures": False, "request_timeout": 5,
+            "memory": None, "memory_write": False}
+    return Episode(ToyWorld(), {**base, **job}).run()
+
+
+@pytest.mark.parametrize("script, end, success, turn", [
+    ([call("push", n=3), call("finish", status="success")], "finish", True, 0),
+    ([call("push", n=1), call("push", n=3), call("push", n=1), call("finish", status="x")], "finish", True, 1),
+    ([call("finish", status="success")], "finish", False, None),                          # a false finish is an honest failure
+    ([{"role": "assistant", "content": "I am done."}], "text", False, None),
+    ([call("push", n=1)] * 5, "turns", False, None),
+    ([call("push", n=9)], "unrecoverable", False, None),
+    ([call("push", n="three"), call("pull", n=1)], "malformed", False, None),
+    ([{"role": "assistant", "content": "<tool_call>{oops"}] * 2, "malformed", False, None),
+    ([(400, "maximum context length is 100 tokens")], "turns", False, None),
+])
+def test_ends(planner, script, end, success, turn):
+    out = run(planner, script)
+    assert (out["end"], out["success_latched"], out["success_turn"]) == (end, success, turn)
+    assert out["start_state"] == "h0" and out["turns"] == sum(isinstance(s, dict) for s in script)
+
+
+def test_one_malformed_call_is_answered_and_forgiven(planner):
+    out = run(planner, [call("push", n="x"), call("push", n=3), {"role": "assistant", "content": "<tool_call>{"}, call("finish", status="success")])
+    assert out["end"] == "finish" and out["success_latched"]
+    texts = [m.get("content") for m in planner.bodies[-1]["messages"]]
+    assert any("Bad arguments for push" in (t or "") for t in texts) and CALL_UNREAD in texts
+
+
+def test_final_and_latched_differ_when_success_is_undone(planner):
+    out = run(planner, [call("push", n=3), call("push", n=1), call("finish", status="success")])
+    assert out["success_latched"] and not out["success_final"] and out["success_turn"] == 0
+
+
+def test_only_the_first_of_parallel_calls_runs(planner):
+    both = call("push", n=1)
+    both["tool_calls"].append({"id": "c2", "type": "function", "function": {"name": "push", "arguments": '{"n": 3}'}})
+    out = run(planner, [both, call("finish", status="failure")])
+    assert not out["success_latched"]
+    replies = [m for m in planner.bodies[1]["messages"] if m["role"] == "tool"]
+    assert [m["tool_call_id"] for m in replies] == ["c1", "c2"] and "Not run" in replies[1]["content"]
+
+
+def test_server_errors_are_sent_again_byte_for_byte_then_infrastructure(planner):
+    out = run(planner, [(500, "x"), call("push", n=3), (503, "y"), call("finish", status="success")])
+    assert out["end"] == "finish" and planner.retries == ["0", "1", "0", "1"] and planner.bodies[0] == planner.bodies[1]
+    out = run(planner, [(500, "x")] * 3)
+    assert out["end"] == "infrastructure" and "HTTP 500" in out["detail"]
+    with pytest.raises(ModelServerError, match="HTTP 404"):
+        planner.script[:] = [(404, "no such model")]
+        ChatClient(f"http://127.0.0.1:{planner.server_port}/v1", 5).chat({})
+
+
+def test_simulator_exceptions_come_out(planner):
+    with pytest.raises(RuntimeError, match="simulator fault"):
+        run(planner, [call("push", n=7)])
+
+
+def test_the_student_sees_no_memory_and_the_teacher_writes_and_reads_it(planner, tmp_path):
+    run(planner, [call("finish", status="success")])
+    tools = [t["function"]["name"] for t in planner.bodies[0]["tools"]]
+    assert tools == ["push", "look", "finish"] and "memory" not in json.dumps(planner.bodies[0])
+    memory = str(tmp_path / "memory")
+    run(planner, [call("memory_write", text="push thrice"), call("finish", status="success")], memory=memory, memory_write=True)
+    run(planner, [call("memory_read", scope="task"), call("memory_read", scope="global"), call("finish", status="success")], memory=memory)
+    texts = [m["content"] for m in planner.bodies[-1]["messages"] if m["role"] == "tool"]
+    assert "push thrice" in texts[0] and "Nothing is written there" in texts[1]
+    assert "[memory]" in planner.bodies[-1]["messages"][0]["content"]
+    assert "memory_write" not in [t["function"]["name"] for t in planner.bodies[-1]["tools"]]
+
+
+def long_history():
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    for k in range(8):
+        messages += [{"role": "assistant", "content": None, "reasoning": f"because {k}", "tool_calls": []},
+                     {"role": "tool", "tool_call_id": "c", "content": f"{k} " + "x" * 200},
+                     {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"data:{k}"}}]}]
+    return messages
+
+
+def test_history_is_left_alone_under_its_budget_and_edited_above_it():
+    messages = long_history()
+    assert rewrite_history(messages, 10**6) is messages
+    before = copy.deepcopy(messages)
+    out = rewrite_history(messages, 5000)
+    assert messages == before and len(out) == len(messages)                       # never in place, no message lost
+    pictures = [p for m in out if isinstance(m.get("content"), list) for p in m["content"]]
+    assert [p["type"] for p in pictures] == ["text"] * 6 + ["image_url"] * 2
+    outputs = [m["content"] for m in out if m["role"] == "tool"]
+    assert all(o.endswith("[shortened]") and len(o) < 80 for o in outputs[:4]) and all(len(o) > 200 for o in outputs[4:])
+    assert [m.get("reasoning") for m in out if m["role"] == "assistant"] == [None] * 7 + ["because 7"]
+    assert rewrite_history(out, 5000) == out                                      # editing twice changes nothing more
+
+
+def test_short_episodes_are_append_only_and_long_ones_are_not(planner):
+    script = [call("push", n=1)] * 6 + [call("finish", status="x")]
+    run(planner, script, turns=10)
+    bodies = planner.bodies
+    assert all(a["messages"] == b["messages"][:len(a["messages"])] for a, b in zip(bodies, bodies[1:], strict=False))
+    planner.bodies.clear()
+    run(planner, script, turns=10, history_budget=600)
+    assert planner.bodies[-2]["messages"] != planner.bodies[-1]["messages"][:len(planner.bodies[-2]["messages"])]

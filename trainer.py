@@ -1,0 +1,533 @@
+"""What sft.py and rl.py share: ranks, prefix merge, micro-batch plan, log-probs, optimizers, checkpoints, resume.
+
+One process needs no process group on a CPU. Under torchrun (gloo on CPUs, NCCL on GPUs), and on any GPU, the model is sharded
+with FSDP2. Parameters, gradients and optimizer state are float32 everywhere; compute is bfloat16 on GPUs and float32 on CPUs.
+
+Nothing is drawn at random while training: batches come from seeds, dropout is off. So a resumed run needs only weights,
+optimizer state and position, and on one CPU process it repeats the uninterrupted run bit for bit.
+
+Shapes:  B rows, T padded length of a micro-batch | N its target tokens, laid end to end | V vocabulary | S responses.
+"""
+
+import json
+import math
+import os
+import random
+import shutil
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import MethodType
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.optim._muon import Muon, _adjust_lr, _zeropower_via_newtonschulz
+
+from records import BadInput, policy_version, read_json, read_jsonl, write_json
+
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
+
+
+def add_arguments(p, lr, global_batch):
+    """The arguments that sft.py and rl.py share. Their defaults differ in lr and global batch only."""
+    g = p.add_argument_group("batches")
+    g.add_argument("--global-batch", type=int, default=global_batch, help="responses per optimizer step, all ranks together (count)")
+    g.add_argument("--micro-tokens", type=int, default=8192, help="padded tokens per forward on one rank (tokens)")
+    g.add_argument("--max-length", type=int, default=32768, help="prompt + response above this is left out and counted (tokens)")
+    g.add_argument("--no-prefix-merge", action="store_true", help="one forward row per response, even where prompts extend each other")
+    g = p.add_argument_group("optimizer")
+    g.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: 2-D hidden weights by Muon, the rest by AdamW")
+    g.add_argument("--lr", type=float, default=lr, help="peak learning rate")
+    g.add_argument("--schedule", choices=SCHEDULES, default="constant", help="decay to 0 after warm-up; wsd: over the last 30 %% of steps")
+    g.add_argument("--warmup", type=int, default=0, help="linear warm-up (optimizer steps)")
+    g.add_argument("--weight-decay", type=float, default=0.0, help="decoupled, on matrices except embeddings (1/lr per step)")
+    g.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), metavar="B", help="AdamW moments (ours)")
+    g.add_argument("--clip", type=float, default=1.0, help="largest global gradient norm")
+    g = p.add_argument_group("run")
+    g.add_argument("--seed", type=int, default=0, help="seed of the order of episodes")
+    g.add_argument("--threads", type=int, default=0, help="CPU threads per rank (0: torch's own choice)")
+    g.add_argument("--attention", default="sdpa", help="attention implementation of transformers")
+    g.add_argument("--save-dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: float32 on CPU, bfloat16 on GPU")
+    g.add_argument("--log-every", type=int, default=1, help="print a line every so many steps")
+
+
+# ---------------------------------------------------------------------------------------------- ranks
+
+class Ranks:
+    """The process group, or one process without any. Every method is a no-op or identity on one rank."""
+
+    def __init__(self, threads=0):
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if threads:
+            torch.set_num_threads(threads)
+        cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+        self.sharded = self.world > 1 or cuda
+        if cuda:
+            torch.cuda.set_device(self.device)
+        if self.sharded:        # the long time-out: rank 0 reads, gates and saves alone while the others wait
+            alone = {} if self.world > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=2),
+                                    device_id=self.device if cuda else None, **alone)
+        self.main = self.rank == 0
+
+    def gather(self, values):
+        """dict of numbers -> list of the ranks' dicts (same keys, same order everywhere), as floats."""
+        if self.world == 1:
+            return [values]
+        mine = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
+        parts = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(parts, mine)
+        return [dict(zip(values, part.tolist(), strict=True)) for part in parts]
+
+    def sum_(self, tensor):
+        """Sums a tensor over ranks in place and returns it."""
+        if self.world > 1:
+            moved = tensor.to(self.device)
+            dist.all_reduce(moved)
+            tensor.copy_(moved)
+        return tensor
+
+    def barrier(self):
+        if self.world > 1:
+            dist.barrier()
+
+    def on_main(self, function):
+        """Runs `function` on rank 0 and gives its (small) result to all; a BadInput there stops all ranks, printed once."""
+        if self.world == 1:
+            return function()
+        box = [None, None]
+        if self.main:
+            try:
+                box[0] = function()
+            except BadInput as e:
+                box[1] = str(e)
+        dist.broadcast_object_list(box, src=0)
+        if box[1] is not None:
+            self.stop(box[1])
+        return box[0]
+
+    def stop(self, sentence):
+        """Ends all ranks with one line and exit code 2; to be called by all of them."""
+        if self.main:
+            raise BadInput(sentence)
+        sys.exit(2)
+
+    def close(self):
+        if self.sharded:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------- responses and rows
+
+class Responses:
+    """S recorded responses and their prompts. Per-token quantities live in flat arrays; response s owns [start[s], start[s+1])."""
+
+    def __init__(self, prompts, outputs, episodes):
+        """prompts, outputs: S integer arrays; episodes: S hashables, an episode's responses adjacent and in order of turns."""
+        self.prompts, self.outputs, self.episodes = prompts, outputs, episodes
+        self.lengths = torch.tensor([len(o) for o in outputs], dtype=torch.long)           # (S,) L_s
+        self.start = np.concatenate([[0], np.cumsum(self.lengths.numpy())]).astype(np.int64)   # (S + 1,)
+
+    def by_episode(self):
+        """list of lists of response indices, one list per episode, in order of first appearance."""
+        groups = {}
+        for s, episode in enumerate(self.episodes):
+            groups.setdefault(episode, []).append(s)
+        return list(groups.values())
+
+    def largest_id(self):
+        return max((int(ids.max()) for ids in (*self.prompts, *self.outputs) if len(ids)), default=-1)
+
+
+@dataclass
+class Row:
+    """One forward row. `spans`: (first, last + 1, response index) of each target stretch."""
+    tokens: np.ndarray
+    spans: list
+
+
+def merge_prefix(responses, chosen, merge=True):
+    """Chosen response indices (in order of turns) -> rows. A response whose prompt begins with its episode's row so far, token for
+    token, is appended to that row; anything else (rewritten history, a new episode) opens its own row. Exact: under causal
+    attention a token's log-prob depends on what stands before it alone."""
+    rows, episode = [], None
+    for s in chosen:
+        prompt, output = responses.prompts[s], responses.outputs[s]
+        row = rows[-1] if rows and merge and responses.episodes[s] == episode else None
+        if row is None or len(prompt) < len(row.tokens) or not np.array_equal(prompt[:len(row.tokens)], row.tokens):
+            row = Row(prompt, [])
+            rows.append(row)
+        row.tokens = np.concatenate([prompt, output])
+        row.spans.append((len(prompt), len(row.tokens), s))
+        episode = responses.episodes[s]
+    return rows
+
+
+def shuffled(episodes, *seed):
+    """A seeded permutation of a list."""
+    order = list(episodes)
+    random.Random("/".join(map(str, seed))).shuffle(order)
+    return order
+
+
+def plan_micro_batches(rows, micro_tokens, world):
+    """Rows -> (slots, world) nested list of lists of rows: at slot k rank r runs plan[k][r], and all ranks run every slot.
+
+    Rows of like length share a micro-batch of at most `micro_tokens` padded tokens (a longer row stands alone). The largest
+    micro-batches are halved until their number divides by the ranks; what cannot be halved is filled up with empty lists.
+    """
+    micros = []
+    for row in sorted(rows, key=lambda r: -len(r.tokens)):            # stable: equal lengths keep their order
+        if micros and (len(micros[-1]) + 1) * len(micros[-1][0].tokens) <= micro_tokens:
+            micros[-1].append(row)
+        else:
+            micros.append([row])
+    cost = lambda m: len(m) * len(m[0].tokens)
+    while len(micros) % world and any(len(m) > 1 for m in micros):
+        big = max((m for m in micros if len(m) > 1), key=cost)
+        micros.remove(big)
+        micros += [big[:len(big) // 2], big[len(big) // 2:]]
+    micros.sort(key=cost, reverse=True)                               # ranks wait for each other at every slot: like beside like
+    micros += [[] for _ in range(-len(micros) % world)]
+    return [micros[k:k + world] for k in range(0, len(micros), world)]
+
+
+@dataclass
+class Micro:
+    """Tensors of one micro-batch. A target token is predicted from the position before it: `where` indexes that position in (B*T)."""
+    tokens: torch.Tensor        # (B, T) token ids, padded on the right with 0
+    where: torch.Tensor         # (N,)
+    index: torch.Tensor         # (N,) which token of the flat per-token arrays this is
+
+    @property
+    def targets(self):
+        return self.tokens.flatten()[self.where + 1]                  # (N,)
+
+
+def pack(rows, responses, device):
+    """Rows -> Micro. No rows (a rank with nothing to do in this slot) -> two padding tokens and no target: it still takes part in
+    every collective, and its loss and gradient are exactly 0."""
+    T = max([len(row.tokens) for row in rows], default=2)
+    tokens = np.zeros((max(len(rows), 1), T), dtype=np.int64)         # (B, T)
+    where, index = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for b, row in enumerate(rows):
+        tokens[b, :len(row.tokens)] = row.tokens
+        for first, last, s in row.spans:
+            where.append(np.arange(first - 1, last - 1) + b * T)
+            index.append(np.arange(responses.start[s], responses.start[s + 1]))
+    to = lambda x: torch.from_numpy(x).to(device)
+    return Micro(to(tokens), to(np.concatenate(where)), to(np.concatenate(index)))
+
+
+# ---------------------------------------------------------------------------------------------- model
+
+def checkpoint_folder(name):
+    """A folder as it is; a hub name is downloaded (Qwen/Qwen3.5-9B) and its folder returned."""
+    if Path(name).is_dir():
+        return Path(name)
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        raise BadInput(f"{name}: no such checkpoint folder; run the stage that writes it, or give a hub name as owner/model")
+    from huggingface_hub import snapshot_download
+    return Path(snapshot_download(name))
+
+
+def target_logp(model, tokens, where, targets, entropy=False):
+    """log π of target tokens at temperature 1, float32: (N,), and the entropies (N,) in nats if asked for, without gradient.
+
+    Only target positions meet the vocabulary: hidden states (B, T, H) -> (N, H) -> logits (N, V). No attention mask is needed:
+    padding stands on the right, and a causal model never looks there.
+    """
+    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state        # (B, T, H)
+    logits = model.get_output_embeddings()(hidden.flatten(0, 1)[where]).float()           # (N, V)
+    norm = logits.logsumexp(-1)                                                           # (N,)
+    logp = logits.gather(-1, targets[:, None]).squeeze(-1) - norm                         # (N,)
+    if not entropy:
+        return logp
+    with torch.no_grad():
+        return logp, norm - (logits.softmax(-1) * logits).sum(-1)                         # H = log Σe^z - Σ p z
+
+
+def load_model(folder, ranks, attention="sdpa"):
+    """Checkpoint folder -> model with float32 parameters, sharded if there is a process group, and `model.target_logp`."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    if not (Path(folder) / "config.json").exists():
+        raise BadInput(f"{folder}: not a checkpoint folder (no config.json); run the stage that writes it")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    model.eval()                    # no dropout: otherwise π/b would not be 1 before the first update. Gradients flow as usual
+    with torch.no_grad():           # some models scale or cap logits behind the head; target_logp would be wrong for them
+        probe = torch.arange(4)[None] % model.config.get_text_config().vocab_size         # (1, 4)
+        ours = model.get_output_embeddings()(model.base_model(input_ids=probe, use_cache=False).last_hidden_state)
+        if not torch.allclose(ours, model(input_ids=probe, use_cache=False).logits, atol=1e-4):
+            raise BadInput(f"{folder}: {type(model).__name__} changes its logits behind the output head; target_logp needs that step")
+    model.target_logp = MethodType(target_logp, model)
+    if not ranks.sharded:
+        return model
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    half = torch.bfloat16 if ranks.device.type == "cuda" else None
+    mesh = dist.device_mesh.init_device_mesh(ranks.device.type, (dist.get_world_size(),))
+    policy = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)}
+    for layer in decoder_layers(model):
+        fully_shard(layer, **policy)
+    fully_shard(model, **policy)    # root group: embedding, last norm and head together, as tied weights demand
+    register_fsdp_forward_method(model, "target_logp")
+    return model
+
+
+def decoder_layers(model):
+    """The ModuleList of transformer blocks, whatever the model calls it."""
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+    assert lists, f"{type(model).__name__} has no ModuleList of layers to shard"
+    return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
+
+
+def full(tensor):
+    """A DTensor -> the whole tensor on every rank (a collective); a plain tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, dist.tensor.DTensor) else tensor
+
+
+# ---------------------------------------------------------------------------------------------- optimizers
+
+class ShardedMuon(Muon):
+    """torch's Muon, also for sharded matrices. Newton-Schulz needs the whole matrix in bfloat16, where the order of sums shows; so
+    each update is gathered, orthogonalised by the very operations of one process on every rank, and cut again."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not any(isinstance(p, dist.tensor.DTensor) for group in self.param_groups for p in group["params"]):
+            return super().step(closure)
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for p in group["params"]:
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(p.grad)
+                state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
+                update = p.grad.lerp(state["momentum_buffer"], momentum).full_tensor()    # Nesterov; (rows, columns)
+                update = _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                update = dist.tensor.distribute_tensor(update.to(p.dtype), p.device_mesh, p.placements, src_data_rank=None)
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(update, alpha=-_adjust_lr(lr, group["adjust_lr_fn"], p.shape))
+
+
+def make_optimizers(model, args):
+    """List of optimizers over all parameters. Built after sharding: one built before would update nothing, without an error."""
+    embeddings = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings())}
+    params = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in params if p.ndim == 2 and id(p) not in embeddings]
+    others = [p for p in params if p.ndim != 2 or id(p) in embeddings]
+    adam = dict(lr=args.lr, betas=tuple(args.betas), eps=1e-8, fused=True)
+    if args.optimizer == "muon":
+        return [ShardedMuon(matrices, lr=args.lr, momentum=0.95, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw"),
+                torch.optim.AdamW(others, weight_decay=0.0, **adam)]
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [torch.optim.AdamW(groups, **adam)]
+
+
+def lr_at(args, step, progress):
+    """Learning rate of a step. step: optimizer steps done before it, over the whole run (all rounds); progress in [0, 1) likewise."""
+    warm = min(1.0, (step + 1) / args.warmup) if args.warmup else 1.0
+    decay = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2,
+             "wsd": min(1.0, (1 - progress) / 0.3)}[args.schedule]
+    return args.lr * warm * decay
+
+
+class Trainer:
+    """Model, optimizers and the count of steps taken."""
+
+    def __init__(self, model, args, ranks):
+        self.model, self.args, self.ranks = model, args, ranks
+        self.optimizers = make_optimizers(model, args)
+        self.steps = 0
+
+    def micro_batches(self, responses, chosen):
+        """The micro-batches that this rank runs for one optimizer batch."""
+        rows = merge_prefix(responses, chosen, not self.args.no_prefix_merge)
+        plan = plan_micro_batches(rows, self.args.micro_tokens, self.ranks.world)
+        return [pack(slot[self.ranks.rank], responses, self.ranks.device) for slot in plan]
+
+    def logp(self, micro, entropy=False):
+        """(N,) log π of the micro-batch's target tokens; with entropy=True also (N,) entropies."""
+        return self.model.target_logp(micro.tokens, micro.where, micro.targets, entropy)
+
+    def backward(self, loss):
+        """Adds the gradient of this rank's part of the loss. FSDP2 averages over ranks; the parts are to be summed."""
+        (loss * self.ranks.world).backward()
+
+    def step(self, lr, measure=False):
+        """Clips, updates, clears. Returns grad_norm (before clipping), and update_norm and bf16_changed if `measure`d (at the cost of
+        one more copy of this rank's parameters). A gradient that is not finite ends the run before it touches a weight."""
+        params = [p for p in self.model.parameters() if p.grad is not None]
+        norm = float(full(torch.nn.utils.clip_grad_norm_(params, self.args.clip)))
+        if not math.isfinite(norm):
+            self.ranks.stop(f"step {self.steps + 1}: the gradient norm is {norm}; no weight was changed by this step. Look at the last lines "
+                            "of metrics.jsonl (loss, ratio_max, gap) and at the batch's log-probs, or lower --lr")
+        local = lambda p: p.to_local() if isinstance(p, dist.tensor.DTensor) else p
+        before = [local(p.detach()).clone() for p in params] if measure else []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad()
+        self.steps += 1
+        if not measure:
+            return {"grad_norm": norm}
+        after = [local(p.detach()) for p in params]
+        pairs = list(zip(before, after, strict=True))
+        parts = self.ranks.gather({
+            "square": float(sum((a - b).double().square().sum() for b, a in pairs)),
+            "changed": float(sum((a.bfloat16() != b.bfloat16()).sum() for b, a in pairs)), "count": sum(b.numel() for b in before)})
+        total = {k: sum(part[k] for part in parts) for k in parts[0]}
+        return {"grad_norm": norm, "update_norm": math.sqrt(total["square"]), "bf16_changed": total["changed"] / total["count"]}
+
+
+def reduce_metrics(parts, ranks, merge):
+    """Metrics of this rank's micro-batches (dicts of 0-d tensors) -> floats of the whole optimizer batch, on every rank.
+    merge: loss.merge_metrics. One device-to-host copy per step, not one per number."""
+    values = torch.stack([torch.stack([x.double() for x in part.values()]) for part in parts]).tolist()
+    mine = merge([dict(zip(parts[0], row, strict=True)) for row in values])
+    return merge(ranks.gather(mine))
+
+
+# ---------------------------------------------------------------------------------------------- state and checkpoints
+
+def save_state(folder, trainer, extra):
+    """Weights (float32) and optimizer state as torch's distributed checkpoint, `extra` and the step count as trainer_state.json,
+    written last. All ranks call it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    model, optim = get_state_dict(trainer.model, trainer.optimizers)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")   # one process, on purpose
+        dcp.save({"model": model, "optim": optim}, checkpoint_id=str(folder))
+    if trainer.ranks.main:
+        write_json(Path(folder) / "trainer_state.json", {"steps": trainer.steps, **extra})
+
+
+def load_state(folder, trainer):
+    """Restores what save_state wrote, on any number of ranks; returns its `extra`."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    extra = read_json(Path(folder) / "trainer_state.json")
+    model, optim = get_state_dict(trainer.model, trainer.optimizers)              # gives an optimizer without state its zeros
+    state = {"model": model, "optim": optim}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=str(folder))
+    set_state_dict(trainer.model, trainer.optimizers, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    trainer.steps = extra["steps"]
+    return extra
+
+
+def save_resume(output, trainer, extra, keep=2):
+    """A state under <output>/resume/step-N, renamed into place when it is whole; the newest `keep` stay."""
+    folder = Path(output) / "resume"
+    part, final = folder / "part", folder / f"step-{trainer.steps:08d}"
+    if trainer.ranks.main:
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(final, ignore_errors=True)
+        part.mkdir(parents=True)
+    trainer.ranks.barrier()
+    save_state(part, trainer, extra)
+    trainer.ranks.barrier()
+    if trainer.ranks.main:
+        part.rename(final)
+        for old in sorted(folder.glob("step-*"))[:-keep]:
+            shutil.rmtree(old)
+    trainer.ranks.barrier()
+
+
+def newest_resume(output):
+    """The newest whole state under <output>/resume, or None."""
+    return max((Path(output) / "resume").glob("step-*"), default=None)
+
+
+def save_checkpoint(output, trainer, source, extra, dtype="auto"):
+    """<output>/: a checkpoint that transformers and vLLM load, and <output>/state/ for the next round. Returns the policy version.
+
+    Everything is written to <output>/part/ first; config.json moves last, and without it a folder is no checkpoint to anybody.
+    source: the folder the model came from; its tokenizer, template and generation config are copied byte for byte.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    output, model, ranks = Path(output), trainer.model, trainer.ranks
+    if dtype == "auto":
+        dtype = "bfloat16" if ranks.device.type == "cuda" else "float32"
+    part, version = output / "part", None
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))   # {} but on rank 0
+    if ranks.main:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        for alias, name in (getattr(model, "_tied_weights_keys", None) or {}).items():
+            if model.config.get_text_config().tie_word_embeddings and alias in weights:
+                assert torch.equal(weights[alias], weights[name]), f"{alias} and {name} are tied but differ"
+                del weights[alias]
+        model.save_pretrained(part, state_dict={k: v.to(getattr(torch, dtype)) for k, v in weights.items()})
+        config = read_json(part / "config.json")           # transformers wrote the dtype of the model in memory
+        for section in [config, *(v for v in config.values() if isinstance(v, dict) and "dtype" in v)]:
+            section["dtype"] = dtype
+        write_json(part / "config.json", config)
+        ours = ("config.json", "manifest.json", "args.json", "round.json")
+        for path in Path(source).iterdir():
+            if path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in ours and "index" not in path.name:
+                shutil.copyfile(path, part / path.name)
+        version = policy_version(part)
+    ranks.barrier()
+    save_state(part / "state", trainer, {**extra, "policy_version": version})
+    ranks.barrier()
+    if ranks.main:
+        shutil.rmtree(output / "state", ignore_errors=True)
+        for path in sorted(part.iterdir(), key=lambda p: p.name == "config.json"):
+            path.replace(output / path.name)
+        part.rmdir()
+    ranks.barrier()
+    return version
+
+
+# ---------------------------------------------------------------------------------------------- logging
+
+class Metrics:
+    """metrics.jsonl: one object a step, keys frozen by the first; and one printed line every few steps. Rank 0 only."""
+
+    def __init__(self, folder, ranks, steps, every, shown):
+        """steps: how many there will be (for the printed count); shown: {key: format} of the printed line."""
+        self.path, self.main, self.total, self.every, self.shown = Path(folder) / "metrics.jsonl", ranks.main, steps, every, shown
+        self.keys, self.clock = None, time.perf_counter()
+
+    def keep(self, steps):
+        """Drops rows behind step `steps`: a killed run logged them, the resumed one does them again."""
+        if self.main:
+            rows = [row for _, row in read_jsonl(self.path)] if self.path.exists() else []
+            part = self.path.with_suffix(".part")
+            part.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= steps))
+            part.replace(self.path)
+
+    def log(self, row):
+        now = time.perf_counter()
+        row = {**row, "seconds": now - self.clock, "tokens_per_second": row["forward_tokens"] / (now - self.clock)}
+        self.clock = now
+        if not self.main:
+            return
+        self.keys = self.keys or list(row)
+        assert list(row) == self.keys, f"metrics changed: {sorted(set(row) ^ set(self.keys))}"
+        with open(self.path, "a") as f:
+            f.write(json.dumps({k: round(v, 9) if isinstance(v, float) else v for k, v in row.items()}) + "\n")
+        if row["step"] % self.every == 0 or row["step"] == self.total:
+            print(f"step {row['step']:>5}/{self.total} | " + " | ".join(f"{k} {row[k]:{f}}" for k, f in self.shown.items()), flush=True)
+
+
+def show_row(tokenizer, row, note=""):
+    """Prints one row, its target tokens marked: green on a terminal, «…» elsewhere."""
+    left, right = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("«", "»")
+    text, at = "", 0
+    for first, last, _ in row.spans:
+        text += tokenizer.decode(row.tokens[at:first]) + left + tokenizer.decode(row.tokens[first:last]) + right
+        at = last
+    targets = sum(last - first for first, last, _ in row.spans)
+    print(f"--- one row: {len(row.tokens)} tokens, {targets} of them targets (marked) {note}\n{text}\n---", flush=True)
