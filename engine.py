@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from jinja2 import TemplateError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 import records
 from gate import render_prompt
@@ -62,6 +62,22 @@ def parse_output(text):
     return content or None, reasoning, calls
 
 
+def _grouped_attention(module, query, key, value, attention_mask, scaling=None, **_):
+    """Grouped-query attention without copying keys to every query head: the heads of a group become extra query positions.
+
+    query (B, heads, Q, D), key and value (B, kv, T, D), attention_mask (B, 1, Q, T) bool -> (B, Q, heads, D)
+    """
+    B, heads, Q, D = query.shape
+    kv = key.shape[1]
+    query = query.reshape(B, kv, heads // kv * Q, D)                                                                 # (B, kv, G*Q, D)
+    mask = attention_mask.expand(B, 1, Q, key.shape[2]).repeat(1, 1, heads // kv, 1)                                 # (B, 1, G*Q, T)
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return out.reshape(B, heads, Q, D).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("grouped", _grouped_attention)
+
+
 class _SlotCache:
     """Key/value memory of all slots, seen by transformers as its cache: `update` writes the new positions, returns the rows in use.
 
@@ -83,7 +99,7 @@ class _SlotCache:
         index = (self.rows[:, None], slice(None), self.positions)
         K[index] = key.transpose(1, 2)
         V[index] = value.transpose(1, 2)
-        return K[self.rows, :, :self.width], V[self.rows, :, :self.width]
+        return (K.narrow(2, 0, self.width).index_select(0, self.rows), V.narrow(2, 0, self.width).index_select(0, self.rows))
 
     def get_seq_length(self, *_):
         return 0                                         # positions are given explicitly
@@ -109,7 +125,7 @@ class Engine:
         self.policy_version = records.policy_version(folder)
         self.model_name = self.model = folder.name
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+        self.net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="grouped").eval()
         config = self.net.config
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
