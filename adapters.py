@@ -92,7 +92,7 @@ class WorkerPool:
 
     def __init__(self, processes, threads):
         self.processes, self.threads = processes, threads
-        self.workers, self.free, self.closing, self.restarts = [], asyncio.Queue(), False, 0
+        self.workers, self.free, self.closing, self.broken, self.restarts = [], asyncio.Queue(), False, False, 0
 
     async def start(self):
         for k in range(self.processes):
@@ -115,21 +115,25 @@ class WorkerPool:
             future = worker["waiting"].pop(outcome["episode_id"], None)
             if future and not future.done():
                 future.set_result(outcome)
+        if not self.closing:                                 # a successor first, so that whoever is told "lost" can run again at once
+            self.restarts += 1
+            print(f"harness worker {k} ended (exit {await worker['process'].wait()}); starting another", file=sys.stderr)
+            if self.restarts <= 20 * self.processes:
+                self.workers[k] = await self._spawn(k)
+            else:
+                self.broken = True
         for future in worker["waiting"].values():            # the process ended with episodes in it
             if not future.done():
                 future.set_result({"lost": True})
-        if not self.closing:
-            self.restarts += 1
-            print(f"harness worker {k} ended (exit {await worker['process'].wait()}); starting another", file=sys.stderr)
-            if self.restarts > 20 * self.processes:
-                raise RuntimeError("harness workers keep dying; see their messages above")
-            self.workers[k] = await self._spawn(k)
 
     async def run(self, job, seconds):
         """-> outcome; {"lost": True} if the worker died, {"timeout": True} if it said nothing for `seconds`."""
         k = await self.free.get()
         try:
-            worker = self.workers[k]
+            while (worker := self.workers[k])["process"].returncode is not None or worker["reader"].done():
+                if self.broken:
+                    raise RuntimeError("harness workers keep dying; see their messages above")
+                await asyncio.sleep(0.05)                    # its successor is on the way
             future = worker["waiting"][job["episode_id"]] = asyncio.get_running_loop().create_future()
             try:
                 worker["process"].stdin.write(json.dumps(job).encode() + b"\n")
@@ -138,7 +142,7 @@ class WorkerPool:
             except TimeoutError:
                 self._kill(worker)
                 return {"timeout": True}
-            except (ConnectionError, RuntimeError):
+            except ConnectionError:
                 return {"lost": True}
         finally:
             self.free.put_nowait(k)
@@ -207,7 +211,7 @@ def parse_suites(text):
     for suite in text.split(","):
         try:
             suites[suite] = task_list(suite)
-        except ValueError as e:
+        except (ValueError, ImportError) as e:
             raise BadInput(f"--suites: {e}") from None
     return suites
 

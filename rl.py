@@ -1,8 +1,9 @@
-"""Stage 2, one round of multi-turn RL: from recorded groups of attempts to the next checkpoint (SPEC.md §2, loss.py (1)-(6)).
+"""Stage 2, one round of multi-turn RL: from recorded groups of attempts to the next checkpoint (SPEC.md §2, loss.py).
 
 Reads   round-i/ folders (rollout.py), the checkpoint that played them, and state/ of the round before
-Writes  OUTPUT/  a Hugging Face checkpoint · state/ · batch/ (what was trained, as tensors, and an index) · metrics.jsonl ·
-        round.json (counts; "trained": false when every group is equal: then there is no new checkpoint) · manifest.json
+Writes  OUTPUT/  a Hugging Face checkpoint · metrics.jsonl · state/ (float32 weights, optimizer state) · manifest.json
+        OUTPUT/batch/  what was trained, as tensors, and an index of it
+        OUTPUT/round.json  counts; "trained": false when every group is equal: then there is no new checkpoint
 
 Departures from the paper, or choices where it is silent (SPEC.md marks them "ours")
  1. w = min(q/b, C) with ρ = π/q, as both sources have it; the usual form is b/q with ρ = π/b (loss.truncated_weight).
@@ -11,10 +12,10 @@ Departures from the paper, or choices where it is silent (SPEC.md marks them "ou
  4. Episodes, not responses, are shuffled into batches; an episode's responses stay together up to the batch border.
  5. The schedule runs over all rounds, and AdamW's moments and step count carry over.
 
-A round is short: killed, the same command does its update again, from batch/ if that is whole; finished, it says so and exits 0.
+A round is short: killed, the same command repeats its update, from batch/ if that is whole; finished, it says so and exits 0.
 
     python rl.py --model run/sft-ckpt --rollouts run/round-1 --output run/rl-1 --round 1 --rounds 6
-    torchrun --nproc_per_node 8 rl.py --model run/rl-1 --previous run/rl-1 --rollouts run/round-2 --output run/rl-2 --round 2 --rounds 6
+    torchrun --nproc_per_node 8 rl.py --model run/rl-1 --previous run/rl-1 --rollouts run/round-2 --output run/rl-2 --round 2
 """
 
 import argparse
@@ -29,14 +30,18 @@ from tqdm import tqdm
 
 import loss
 import trainer
-from records import (BadInput, Formatter, ImageStore, TRAIN_SAMPLING, call_problem, policy_version, read_calls, read_episodes,
-                     read_json, run_main, save_args, sha256_file, write_json, write_manifest)
+from records import (
+    TRAIN_SAMPLING, BadInput, Formatter, ImageStore, call_problem, policy_version, read_calls, read_episodes, read_json,
+    run_main, save_args, sha256_file, write_json, write_manifest)
+
+# counts of the round that each step's row of metrics.jsonl repeats
+ROUND_METRICS = ("reward", "gate_mismatch", "groups_used", "groups_equal", "groups_too_small")
 
 
 def parse_args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     p.add_argument("--model", required=True, help="the checkpoint that played the round")
-    p.add_argument("--rollouts", required=True, nargs="+", help="folders with calls.jsonl and episodes.jsonl of this round")
+    p.add_argument("--rollouts", required=True, nargs="+", help="this round's folders (calls.jsonl, episodes.jsonl)")
     p.add_argument("--output", required=True, help="checkpoint folder to write")
     trainer.add_arguments(p, lr=1e-6, global_batch=128)
     g = p.add_argument_group("rl")
@@ -44,9 +49,9 @@ def parse_args():
     g.add_argument("--rounds", type=int, default=6, help="rounds of the whole run; the schedule spans them (count)")
     g.add_argument("--previous", help="OUTPUT of the round before, for its state/; required from round 2 on")
     g.add_argument("--fresh-optimizer", action="store_true", help="start without the state of the round before")
-    g.add_argument("--steps-per-round", type=int, help="split the round evenly into so many steps, instead of --global-batch")
-    g.add_argument("--max-responses", type=int, default=16, help="trained responses per episode, drawn without replacement (count)")
-    g.add_argument("--max-mismatch", type=float, default=0.01, help="stop when the gate rejects more than this share of calls (0 to 1)")
+    g.add_argument("--steps-per-round", type=int, help="cut the round into so many steps instead of --global-batch")
+    g.add_argument("--max-responses", type=int, default=16, help="trained responses per episode, others drawn out (count)")
+    g.add_argument("--max-mismatch", type=float, default=0.01, help="stop when the gate rejects more of the calls (0 to 1)")
     g.add_argument("--eps-lo", type=float, default=loss.EPS_LO, help="clip of the ratio below 1")
     g.add_argument("--eps-hi", type=float, default=loss.EPS_HI, help="clip of the ratio above 1")
     g.add_argument("--dual-clip", type=float, default=loss.D, help="d, bound of a negative advantage's loss")
@@ -69,7 +74,7 @@ def parse_args():
 # ---------------------------------------------------------------------------------------------- data
 
 def read_data(args, version):
-    """The round's folders -> (episodes, {call_id: Call}, {call_id: ImageStore}, counts). Refuses what another policy played."""
+    """The round's folders -> (episodes, {call_id: Call}, {call_id: ImageStore}, counts). Refuses another policy's episodes."""
     episodes, calls, stores, counts, seen = [], {}, {}, Counter(), set()
     for folder in map(Path, args.rollouts):
         store = ImageStore(folder / "images")
@@ -80,12 +85,13 @@ def read_data(args, version):
         for episode in read_episodes(folder / "episodes.jsonl"):
             attempt = (episode.task, episode.init, episode.attempt)
             if attempt in seen:
-                raise BadInput(f"{folder}/episodes.jsonl: attempt {episode.attempt} at {episode.task}, state {episode.init} stands there "
-                               "twice; give each folder once, and only folders of one round")
+                raise BadInput(f"{folder}/episodes.jsonl: attempt {episode.attempt} at {episode.task}, state {episode.init} "
+                               "stands there twice; give each folder once, and only folders of one round")
             seen.add(attempt)
             if episode.valid and episode.policy_version != version:
-                raise BadInput(f"{folder}/episodes.jsonl: episode {episode.episode_id} was played by policy {episode.policy_version!r}, but "
-                               f"{args.model} is {version}; give the checkpoint that played the round")
+                raise BadInput(f"{folder}/episodes.jsonl: episode {episode.episode_id} was played by policy "
+                               f"{episode.policy_version!r}, but {args.model} is {version}; give the checkpoint that played "
+                               "the round")
             episodes.append(episode)
     counts["episodes"], counts["calls"] = len(episodes), len(calls)
     counts["episodes_invalid"] = sum(not e.valid for e in episodes)
@@ -96,7 +102,7 @@ def read_data(args, version):
 
 
 def credit(episodes, counts):
-    """Leave-one-out advantages. Returns [(episode, advantage)] of the groups that can train; the others are counted."""
+    """Leave-one-out advantages: [(episode, advantage)] of the groups that can train; the others are counted."""
     groups, used = defaultdict(list), []
     for episode in episodes:
         groups[episode.task, episode.init].append(episode)
@@ -106,9 +112,10 @@ def credit(episodes, counts):
     for (task, init), group in groups.items():
         group.sort(key=lambda e: e.attempt)
         valid = [e for e in group if e.valid]
-        if len({e.start_state for e in valid}) > 1:
+        starts = {e.start_state for e in valid}
+        if len(starts) > 1:
             counts["groups_start_state"] += 1
-            print(f"rl: {task}, state {init}: its attempts began in {len({e.start_state for e in valid})} different states; group left out")
+            print(f"rl: {task}, state {init}: its attempts began in {len(starts)} different states; group left out")
             continue
         rewards = torch.tensor([float(e.reward) if e.valid else 0.0 for e in group])                # (G,)
         A, counted = loss.leave_one_out(rewards, torch.tensor([e.valid for e in group]))            # (G,), (G,)
@@ -134,9 +141,9 @@ def ineligible(call, episode, args, version):
         return "post_success"
     sent = {k: call.sampling.get(k, "nothing") for k in TRAIN_SAMPLING}
     if sent != TRAIN_SAMPLING:
-        wrong = ", ".join(f"{k} {v} instead of {TRAIN_SAMPLING[k]}" for k, v in sent.items() if v != TRAIN_SAMPLING[k])
-        raise BadInput(f"call {call.call_id} of episode {episode.episode_id} was sampled with {wrong}: its log-probs are not the policy's; "
-                       "roll out with --sampling train")
+        wrong = ", ".join(f"{k} {sent[k]} instead of {v}" for k, v in TRAIN_SAMPLING.items() if sent[k] != v)
+        raise BadInput(f"call {call.call_id} of episode {episode.episode_id} was sampled with {wrong}: its log-probs are "
+                       "not the policy's; roll out with the train profile")
     return None
 
 
@@ -168,8 +175,11 @@ def choose(used, calls, stores, counts, args, version):
             chosen.append((episode, advantage, kept))
         counts["calls_trained"] += len(kept)
     if counts["calls_gated"] > args.max_mismatch * counts["calls_compared"]:
-        raise BadInput(f"the gate rejects {counts['calls_gated']} of {counts['calls_compared']} calls, more than --max-mismatch "
-                       f"{args.max_mismatch}: prompts render differently from how they were sampled; look at gate.py's report. First: {first}")
+        raise BadInput(f"the gate rejects {counts['calls_gated']} of {counts['calls_compared']} calls, more than "
+                       f"--max-mismatch {args.max_mismatch}: prompts render differently from how they were sampled; run "
+                       f"gate.py. First: {first}")
+    if first:
+        print(f"rl: gated, the first of {counts['calls_gated']}: {first}")
     return chosen
 
 
@@ -185,28 +195,33 @@ def build(args, version, identity):
     rewards = [e.reward for e in episodes if e.valid]
     counts["reward"] = sum(rewards) / max(len(rewards), 1)
     counts["gate_mismatch"] = counts["calls_gated"] / max(counts["calls_compared"], 1)
-    flat = [(e, a, len(kept), c) for e, a, kept in chosen for c in kept]              # S responses, an episode's adjacent, by turn
-    index = {"identity": identity, "counts": dict(counts), "log_b": False,
-             "responses": [{"call_id": c.call_id, "episode_id": e.episode_id, "turn": c.turn, "reward": e.reward} for e, _, _, c in flat]}
-    if flat:
-        ids = lambda lists: torch.tensor([t for x in lists for t in x], dtype=torch.int32)
+    trained = [(c, e, a, len(kept)) for e, a, kept in chosen for c in kept]        # S responses, an episode's by turn
+    index = {"identity": identity, "counts": dict(counts), "log_b": False, "responses": [
+        {"call_id": c.call_id, "episode_id": e.episode_id, "turn": c.turn, "reward": e.reward} for c, e, _, _ in trained]}
+    if trained:
+        calls = [c for c, *_ in trained]
+        ints = lambda values: torch.tensor(list(values), dtype=torch.int32)
         folder.mkdir(parents=True, exist_ok=True)
         save_file({
-            "prompt_ids": ids(c.prompt_token_ids for *_, c in flat), "prompt_lengths": ids([[len(c.prompt_token_ids)] for *_, c in flat]),
-            "token_ids": ids(c.token_ids for *_, c in flat), "lengths": ids([[len(c.token_ids)] for *_, c in flat]),
-            "log_q": torch.tensor([lp for *_, c in flat for lp in c.logprobs], dtype=torch.float32),
-            "advantage": torch.tensor([a for _, a, _, _ in flat]), "k": ids([[k] for *_, k, _ in flat])}, folder / "batch.safetensors")
+            "prompt_ids": ints(t for c in calls for t in c.prompt_token_ids),
+            "prompt_lengths": ints(len(c.prompt_token_ids) for c in calls),
+            "token_ids": ints(t for c in calls for t in c.token_ids),
+            "lengths": ints(len(c.token_ids) for c in calls),
+            "log_q": torch.tensor([lp for c in calls for lp in c.logprobs], dtype=torch.float32),
+            "advantage": torch.tensor([a for _, _, a, _ in trained]),
+            "k": ints(k for *_, k in trained)}, folder / "batch.safetensors")
         write_json(folder / "batch.json", index)
     return index
 
 
 def load_batch(folder, index):
-    """batch/ -> (Responses, dict of flat tensors). Per response (S,): advantage, u. Per token (N,): log_q, and log_b if it is there."""
+    """batch/ -> (Responses, dict of flat tensors): advantage, u (S,) per response; log_q, log_b, entropy (N,) per token."""
     t = load_file(folder / "batch.safetensors")
     cut = lambda ids, lengths: np.split(ids.numpy(), np.cumsum(lengths.numpy())[:-1])
     responses = trainer.Responses(cut(t["prompt_ids"], t["prompt_lengths"]), cut(t["token_ids"], t["lengths"]),
                                   [r["episode_id"] for r in index["responses"]])
-    assert len(responses.outputs) == len(index["responses"]), f"{folder}: {len(responses.outputs)} responses, {len(index['responses'])} listed"
+    listed = len(index["responses"])
+    assert len(responses.outputs) == listed, f"{folder}: {len(responses.outputs)} responses as tensors, {listed} listed"
     return responses, {**t, "u": loss.response_weights(t["k"])}
 
 
@@ -230,8 +245,8 @@ def previous_state(args, version):
     if folder:
         state = read_json(Path(folder) / "state" / "trainer_state.json")
         if state["policy_version"] != version:
-            raise BadInput(f"{folder}/state belongs to policy {state['policy_version']}, but {args.model} is {version}; give as --previous the "
-                           "round that wrote --model, or --fresh-optimizer")
+            raise BadInput(f"{folder}/state belongs to policy {state['policy_version']}, but {args.model} is {version}; "
+                           "give as --previous the round that wrote --model, or --fresh-optimizer")
     return folder
 
 
@@ -249,21 +264,21 @@ def main():
     source = Path(args.model)
     version = ranks.on_main(lambda: policy_version(source))
     previous = ranks.on_main(lambda: previous_state(args, version))
-    files = [Path(f) / name for f in args.rollouts for name in ("calls.jsonl", "episodes.jsonl") if (Path(f) / name).exists()]
-    identity = {"policy_version": version, "files": [sha256_file(f) for f in files], "seed": args.seed, "max_length": args.max_length,
-                "max_responses": args.max_responses}
+    files = [Path(folder) / name for folder in args.rollouts for name in ("calls.jsonl", "episodes.jsonl")]
+    identity = {"policy_version": version, "files": [sha256_file(f) for f in files if f.exists()], "seed": args.seed,
+                "max_length": args.max_length, "max_responses": args.max_responses}
     if ranks.main:
         save_args(output, "rl", args)
     index = ranks.on_main(lambda: build(args, version, identity))
     counts = index["counts"]
+    report = {"round": args.round, "rounds": args.rounds, "model": args.model, "previous": args.previous, "counts": counts}
     if ranks.main:
         print("rl: " + " | ".join(f"{k} {v:.4g}" for k, v in counts.items()))
     if not index["responses"]:
         if ranks.main:
-            print(f"rl: nothing to train: of {counts['groups']} groups {counts['groups_equal']} have equal rewards, {counts['groups_too_small']} "
-                  f"fewer than two valid attempts; no new checkpoint, {args.model} stays the policy")
-            report = {"trained": False, "round": args.round, "model": args.model, "previous": args.previous, "counts": counts}
-            write_json(output / "round.json", report)
+            print(f"rl: nothing to train: of {counts['groups']} groups {counts['groups_equal']} have equal rewards, "
+                  f"{counts['groups_too_small']} fewer than two valid attempts; no new checkpoint, {args.model} stays")
+            write_json(output / "round.json", {**report, "trained": False})
             write_manifest(output, "rl", args, counts)
         ranks.close()
         return
@@ -272,15 +287,12 @@ def main():
 
     # ---- model and optimizer
     model = trainer.load_model(source, ranks, args.attention)
-    vocabulary = model.config.get_text_config().vocab_size
-    if responses.largest_id() >= vocabulary:
-        ranks.stop(f"token id {responses.largest_id()} was recorded, but {source} has a vocabulary of {vocabulary}")
+    responses.check_fits(model, ranks, source)
     run = trainer.Trainer(model, args, ranks)
+
+    # ---- state of the round before
     if previous:
         trainer.load_state(Path(previous) / "state", run)
-    metrics = trainer.Metrics(output, ranks, len(batches), args.log_every, {
-        "loss": "+.4f", "ratio": ".4f", "clip_low": ".1e", "clip_high": ".1e", "grad_norm": ".4f", "lr": ".2e", "tokens_per_second": ",.0f"})
-    metrics.keep(0)
     if ranks.main:
         show_first(source, responses, data, index)
 
@@ -292,18 +304,22 @@ def main():
             for micro in (m for batch in micros for m in batch):
                 b, h = run.logp(micro, entropy=True)
                 log_b[micro.index.cpu()], entropy[micro.index.cpu()] = b.cpu(), h.cpu()
-        data["log_b"], data["entropy"] = ranks.sum_(log_b), ranks.sum_(entropy)              # every token is one rank's
+        data["log_b"], data["entropy"] = ranks.sum_(log_b), ranks.sum_(entropy)        # every token is one rank's
         if ranks.main:
             save_file({k: v for k, v in data.items() if k != "u"}, output / "batch" / "part")
             (output / "batch" / "part").replace(output / "batch" / "batch.safetensors")
             write_json(output / "batch" / "batch.json", {**index, "log_b": True})
     on = lambda x: x.to(ranks.device)
-    log_q, log_b, entropy = on(data["log_q"]), on(data["log_b"]), data["entropy"]             # (N,) each
-    advantage = on(torch.repeat_interleave(data["advantage"], responses.lengths))            # (N,) A of the token's episode
-    weight = on(loss.token_weights(responses.lengths, data["u"]))                            # (N,) u_s / L_s
+    log_q, log_b, entropy = on(data["log_q"]), on(data["log_b"]), data["entropy"]      # (N,) each
+    advantage = on(torch.repeat_interleave(data["advantage"], responses.lengths))      # (N,) A of the token's episode
+    weight = on(loss.token_weights(responses.lengths, data["u"]))                      # (N,) u_s / L_s
     clips = dict(cap=args.cap, eps_lo=args.eps_lo, eps_hi=args.eps_hi, d=args.dual_clip)
 
     # ---- train
+    metrics = trainer.Metrics(output, ranks, len(batches), args.log_every, {
+        "loss": "+.4f", "ratio": ".4f", "clip_low": ".1e", "clip_high": ".1e", "grad_norm": ".4f", "lr": ".2e",
+        "tokens_per_second": ",.0f"})
+    metrics.keep(0)
     for step in tqdm(range(len(batches)), disable=None if ranks.main else True, desc="rl"):
         total_u = float(data["u"][batches[step]].sum())                    # over all ranks and micro-batches
         parts = []
@@ -321,16 +337,14 @@ def main():
         mine = torch.cat([torch.arange(responses.start[s], responses.start[s + 1]) for s in batches[step]])
         metrics.log({"step": step + 1, "total_step": run.steps, "loss": total_loss, "lr": lr, **norms, **loss.per_token(m),
                      "entropy_before": float(entropy[mine].mean()), "responses": len(batches[step]),
-                     **{k: counts[k] for k in ("reward", "gate_mismatch", "groups_used", "groups_equal", "groups_too_small")},
-                     "forward_tokens": sum(part["n"] for part in forward)})
+                     **{k: counts[k] for k in ROUND_METRICS}, "forward_tokens": sum(part["n"] for part in forward)})
 
     # ---- save
     extra = {"stage": "rl", "round": args.round, "rounds": args.rounds}
     new = trainer.save_checkpoint(output, run, source, extra, args.save_dtype)
     if ranks.main:
-        report = {"trained": True, "round": args.round, "model": args.model, "previous": args.previous, "counts": counts,
-                  "steps": len(batches), "total_steps": run.steps, "policy_version": new}
-        write_json(output / "round.json", report)
+        write_json(output / "round.json", {**report, "trained": True, "steps": len(batches), "total_steps": run.steps,
+                                           "policy_version": new})
         write_manifest(output, "rl", args, {**counts, "steps": len(batches), "policy_version": new})
         print(f"rl: round {args.round}/{args.rounds}, {len(batches)} steps -> {output}, policy version {new}")
     ranks.close()
@@ -341,8 +355,8 @@ def show_first(source, responses, data, index):
     from transformers import AutoTokenizer
     row = trainer.merge_prefix(responses, responses.by_episode()[0])[0]
     s = row.spans[0][2]
-    trainer.show_row(AutoTokenizer.from_pretrained(source), row, f"episode {responses.episodes[s]}, reward {index['responses'][s]['reward']:g}, "
-                     f"advantage {float(data['advantage'][s]):+.2f}, u {float(data['u'][s]):.3f}")
+    trainer.show_row(AutoTokenizer.from_pretrained(source), row, f"episode {responses.episodes[s]}, reward "
+                     f"{index['responses'][s]['reward']:g}, advantage {data['advantage'][s]:+.2f}, u {data['u'][s]:.3f}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-SEED=0 OUT="" GRASP=0.4 QUICK="" ROUNDS=12
+SEED=0 OUT="" GRASP=0.3 QUICK="" ROUNDS=12
 while [ $# -gt 0 ]; do
   case $1 in
     --quick) QUICK=1; shift ;;
@@ -25,8 +25,8 @@ done
 RUN=${OUT:-runs/tabletop${QUICK:+-quick}-seed$SEED}
 SUITES=tabletop_base,tabletop_swap,tabletop_task
 WORDS="red green blue white black yellow mug pan jug jar pot tray bowl box"     # stay single tokens in the tiny tokenizer
-LIMITS="--turns 16 --max-tokens 64"                                             # short tasks, short answers
-SUCCESSES=2600 PER_ROUND=64 EVAL="--inits 1-10"
+LIMITS="--turns 16 --max-tokens 64 --concurrency 24"                                        # short tasks, short answers
+SUCCESSES=2000 PER_ROUND=64 EVAL="--inits 1-10"
 if [ -n "$QUICK" ]; then SUCCESSES=150 PER_ROUND=8 ROUNDS=2 EVAL="--inits 1-10 --limit 60"; fi
 START=$SECONDS
 
@@ -40,7 +40,7 @@ python collect.py --suites $SUITES --inits 11-44,100-999 --target-successes $SUC
 # 1  What a student without memory would have seen, and responses that do not lean on memory; then L_SFT.
 [ -e $RUN/rewrite/manifest.json ] || python rewrite.py --teacher $RUN/teacher --student $RUN/base --output $RUN/rewrite
 torchrun --nproc_per_node 2 sft.py --model $RUN/base --data $RUN/rewrite/sft.jsonl --output $RUN/sft --seed $SEED --threads 1 \
-  --optimizer adamw --lr 3e-3 --schedule wsd --warmup 50 --weight-decay 0.05 --global-batch 20 --epochs 2 --log-every 50
+  --optimizer muon --lr 4e-3 --schedule wsd --warmup 50 --weight-decay 0.05 --global-batch 16 --epochs 2 --log-every 50
 
 # 2  Rounds of rollouts and L_RL. Groups of six share a start state; each round draws new ones and continues the last round's optimizer.
 policy=$RUN/sft previous=""
@@ -59,6 +59,6 @@ for who in base sft rl; do
 done
 python eval.py compare $RUN/eval/sft $RUN/eval/rl --output $RUN/eval/compare
 python eval.py table $RUN/eval/base $RUN/eval/sft $RUN/eval/rl --names base SFT RL --rounds $RUN/round-* --output $RUN/eval
-python eval.py run --model $policy --suites tabletop_base --tasks 12 --inits 1 --sampling train $LIMITS --seed 7 --video all \
-  --output $RUN/eval/video
-echo "run.sh: $((SECONDS - START)) s; table $RUN/eval/table.md, curve $RUN/eval/, episode $RUN/eval/video/"
+python eval.py run --model $policy --suites tabletop_base --tasks 12 --inits 1 --sampling train $LIMITS --video tabletop_base/12:1 \
+  --output $RUN/eval/episode
+echo "run.sh: $((SECONDS - START)) s; table $RUN/eval/table.md, curve $RUN/eval/, episode $RUN/eval/episode/episode.gif"

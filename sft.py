@@ -1,14 +1,15 @@
-"""Stage 1, supervised fine-tuning on the student's contexts and the teacher's (rewritten) responses (SPEC.md §2, loss.py (3)).
+"""Stage 1: supervised fine-tuning on student contexts and the teacher's (rewritten) responses (SPEC.md §2, loss.py (3)).
 
 Reads   sft.jsonl (rewrite.py) and a base checkpoint
-Writes  OUTPUT/  a Hugging Face checkpoint · metrics.jsonl · state/ (weights in float32 and optimizer state) · resume/ · manifest.json
+Writes  OUTPUT/  a Hugging Face checkpoint · metrics.jsonl · state/ (float32 weights, optimizer state) · manifest.json
+        OUTPUT/resume/step-N/  while it runs
 
 Departures from the paper, or choices where it is silent
  1. An optimizer batch is made of whole episodes: it closes as soon as it holds --global-batch responses or more.
- 2. Responses of one episode whose prompts extend each other share one forward row (trainer.merge_prefix); the loss is the same.
+ 2. Responses of an episode whose prompts extend each other share one forward row (trainer.merge_prefix): same loss.
  3. Learning rate, batch and schedule of the paper's SFT are not published; the defaults are ours.
 
-Killed, it continues from the newest resume/step-N when the same command is given again; finished, it says so and exits 0.
+Killed, it continues from the newest resume/step-N on the same command; finished, it says so and exits 0.
 
     python sft.py --model run/base --data run/sft/sft.jsonl --output run/sft-ckpt
     torchrun --nproc_per_node 8 sft.py --model Qwen/Qwen3.5-9B --data run/sft/sft.jsonl --output run/sft-ckpt
@@ -39,7 +40,7 @@ def parse_args():
     trainer.add_arguments(p, lr=1e-5, global_batch=128)
     g = p.add_argument_group("sft")
     g.add_argument("--epochs", type=int, default=1, help="passes over the data (count)")
-    g.add_argument("--max-steps", type=int, default=0, help="stop after so many optimizer steps; schedules end there too (0: all epochs)")
+    g.add_argument("--max-steps", type=int, default=0, help="end of the run and its schedule (optimizer steps; 0: all epochs)")
     g.add_argument("--save-every", type=int, default=200, help="resume point every so many steps (0: none)")
     args = p.parse_args()
     for name in ("global_batch", "micro_tokens", "epochs"):
@@ -52,32 +53,32 @@ def parse_args():
 
 def read_data(args):
     """sft.jsonl -> (Responses, counts)."""
-    prompts, outputs, episodes, counts = [], [], [], Counter()
-    rows = list(read_jsonl(args.data, ("prompt_token_ids", "token_ids", "episode_id", "turn")))
-    rows.sort(key=lambda r: (r[1]["episode_id"], r[1]["turn"]))
-    for number, row in rows:
+    rows, counts = [], Counter()
+    for number, row in read_jsonl(args.data, ("prompt_token_ids", "token_ids", "episode_id", "turn")):
         counts["rows"] += 1
         if not row["token_ids"]:
             counts["empty"] += 1
         elif not row["prompt_token_ids"]:
-            raise BadInput(f"{args.data}:{number}: field 'prompt_token_ids' is empty; a target needs a context (run rewrite.py again)")
+            raise BadInput(f"{args.data}:{number}: field 'prompt_token_ids' is empty; a target needs a context (rewrite.py)")
         elif len(row["prompt_token_ids"]) + len(row["token_ids"]) > args.max_length:
             counts["too_long"] += 1
         else:
             counts["used"] += 1
             counts[f"source_{row.get('source', 'unknown')}"] += 1
-            prompts.append(np.array(row["prompt_token_ids"], dtype=np.int32))
-            outputs.append(np.array(row["token_ids"], dtype=np.int32))
-            episodes.append(row["episode_id"])
-    if not outputs:
-        raise BadInput(f"{args.data}: none of {counts['rows']} rows has a target of at most --max-length {args.max_length} tokens {dict(counts)}")
+            rows.append((row["episode_id"], row["turn"], np.array(row["prompt_token_ids"], dtype=np.int32),
+                         np.array(row["token_ids"], dtype=np.int32)))
+    if not rows:
+        raise BadInput(f"{args.data}: none of {counts['rows']} rows can be used ({counts['empty']} without a target, "
+                       f"{counts['too_long']} longer than --max-length {args.max_length} tokens)")
+    rows.sort(key=lambda row: row[:2])                                # the order of the file does not matter
+    episodes, _, prompts, outputs = zip(*rows)
     responses = trainer.Responses(prompts, outputs, episodes)
     counts["episodes"], counts["target_tokens"] = len(set(episodes)), int(responses.lengths.sum())
     return responses, counts
 
 
 def make_batches(responses, args):
-    """Optimizer batches (lists of response indices, in order of turns within an episode) of all epochs: every epoch its own order."""
+    """Optimizer batches of all epochs, each epoch in its own order: lists of response indices, an episode's by turn."""
     batches = []
     for epoch in range(args.epochs):
         batch = []
@@ -107,34 +108,33 @@ def main():
     batches = make_batches(responses, args)
     if ranks.main:
         save_args(output, "sft", args)
-        print(f"sft: {counts['used']} responses of {counts['episodes']} episodes, {counts['target_tokens']:,} target tokens | left out: "
-              f"{counts['empty']} empty, {counts['too_long']} too long | {len(batches)} steps, {ranks.world} ranks")
+        shown = " | ".join(f"{k} {v:,}" for k, v in counts.items())
+        print(f"sft: {shown} | {len(batches)} steps on {ranks.world} ranks")
 
     # ---- model and optimizer
     model = trainer.load_model(source, ranks, args.attention)
-    vocabulary = model.config.get_text_config().vocab_size
-    if responses.largest_id() >= vocabulary:
-        ranks.stop(f"{args.data}: token id {responses.largest_id()}, but {source} has a vocabulary of {vocabulary}; "
-                   "give the checkpoint whose tokenizer made this file")
+    responses.check_fits(model, ranks, source)
     run = trainer.Trainer(model, args, ranks)
-    metrics = trainer.Metrics(output, ranks, len(batches), args.log_every,
-                              {"loss": ".4f", "grad_norm": ".3f", "lr": ".2e", "tokens_per_second": ",.0f"})
 
     # ---- resume
-    identity = {**{k: str(v) for k, v in sorted(vars(args).items()) if k not in FREE}, "data_sha256": sha256_file(args.data)}
+    identity = {k: str(v) for k, v in sorted(vars(args).items()) if k not in FREE}
+    identity["data_sha256"] = sha256_file(args.data)
     resume = ranks.on_main(lambda: trainer.newest_resume(output))
     if resume:
         changed = [k for k, v in read_json(resume / "trainer_state.json")["identity"].items() if identity.get(k) != v]
         if changed:
-            ranks.stop(f"{resume}: the interrupted run had other {', '.join(changed)}; give the same command, or delete {output}/resume")
+            ranks.stop(f"{resume}: the interrupted run had other {', '.join(changed)}; give the same command, or delete "
+                       f"{output}/resume")
         trainer.load_state(resume, run)
         if ranks.main:
             print(f"sft: continuing after step {run.steps} from {resume}")
-    metrics.keep(run.steps)
     if ranks.main and not resume:
         show_first(source, responses, batches[0])
 
     # ---- train
+    metrics = trainer.Metrics(output, ranks, len(batches), args.log_every, {
+        "loss": ".4f", "grad_norm": ".3f", "lr": ".2e", "tokens_per_second": ",.0f"})
+    metrics.keep(run.steps)
     for step in tqdm(range(run.steps, len(batches)), disable=None if ranks.main else True, desc="sft"):
         micros = run.micro_batches(responses, batches[step])
         total_tokens = int(responses.lengths[batches[step]].sum())        # over all ranks and micro-batches

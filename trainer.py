@@ -1,10 +1,10 @@
 """What sft.py and rl.py share: ranks, prefix merge, micro-batch plan, log-probs, optimizers, checkpoints, resume.
 
-One process needs no process group on a CPU. Under torchrun (gloo on CPUs, NCCL on GPUs), and on any GPU, the model is sharded
-with FSDP2. Parameters, gradients and optimizer state are float32 everywhere; compute is bfloat16 on GPUs and float32 on CPUs.
+One process on a CPU has no process group. Under torchrun (gloo on CPUs, NCCL on GPUs), and on any GPU, the model is
+sharded with FSDP2. Parameters, gradients and optimizer state are float32; compute is bfloat16 on GPUs, float32 on CPUs.
 
-Nothing is drawn at random while training: batches come from seeds, dropout is off. So a resumed run needs only weights,
-optimizer state and position, and on one CPU process it repeats the uninterrupted run bit for bit.
+Nothing is drawn at random while training: batches come from seeds, dropout is off. So a resumed run needs weights,
+optimizer state and position alone, and on one CPU process it repeats the uninterrupted run bit for bit.
 
 Shapes:  B rows, T padded length of a micro-batch | N its target tokens, laid end to end | V vocabulary | S responses.
 """
@@ -26,32 +26,32 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.optim._muon import Muon, _adjust_lr, _zeropower_via_newtonschulz
+from tqdm import tqdm
 
 from records import BadInput, policy_version, read_json, read_jsonl, write_json
-
-SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
 def add_arguments(p, lr, global_batch):
     """The arguments that sft.py and rl.py share. Their defaults differ in lr and global batch only."""
     g = p.add_argument_group("batches")
-    g.add_argument("--global-batch", type=int, default=global_batch, help="responses per optimizer step, all ranks together (count)")
+    g.add_argument("--global-batch", type=int, default=global_batch, help="responses per optimizer step, over all ranks (count)")
     g.add_argument("--micro-tokens", type=int, default=8192, help="padded tokens per forward on one rank (tokens)")
-    g.add_argument("--max-length", type=int, default=32768, help="prompt + response above this is left out and counted (tokens)")
-    g.add_argument("--no-prefix-merge", action="store_true", help="one forward row per response, even where prompts extend each other")
+    g.add_argument("--max-length", type=int, default=32768, help="longer prompt + response is left out, counted (tokens)")
+    g.add_argument("--no-prefix-merge", action="store_true", help="one row per response, even where prompts extend each other")
     g = p.add_argument_group("optimizer")
-    g.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: 2-D hidden weights by Muon, the rest by AdamW")
+    g.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: hidden matrices; AdamW: the rest")
     g.add_argument("--lr", type=float, default=lr, help="peak learning rate")
-    g.add_argument("--schedule", choices=SCHEDULES, default="constant", help="decay to 0 after warm-up; wsd: over the last 30 %% of steps")
+    g.add_argument("--schedule", choices=("constant", "linear", "cosine", "wsd"), default="constant",
+                   help="decay to 0 over the whole run; wsd: over its last 30 %%")
     g.add_argument("--warmup", type=int, default=0, help="linear warm-up (optimizer steps)")
-    g.add_argument("--weight-decay", type=float, default=0.0, help="decoupled, on matrices except embeddings (1/lr per step)")
+    g.add_argument("--weight-decay", type=float, default=0.0, help="decoupled, not on embeddings and vectors")
     g.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), metavar="B", help="AdamW moments (ours)")
     g.add_argument("--clip", type=float, default=1.0, help="largest global gradient norm")
     g = p.add_argument_group("run")
     g.add_argument("--seed", type=int, default=0, help="seed of the order of episodes")
     g.add_argument("--threads", type=int, default=0, help="CPU threads per rank (0: torch's own choice)")
     g.add_argument("--attention", default="sdpa", help="attention implementation of transformers")
-    g.add_argument("--save-dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: float32 on CPU, bfloat16 on GPU")
+    g.add_argument("--save-dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 on GPUs")
     g.add_argument("--log-every", type=int, default=1, help="print a line every so many steps")
 
 
@@ -97,7 +97,7 @@ class Ranks:
             dist.barrier()
 
     def on_main(self, function):
-        """Runs `function` on rank 0 and gives its (small) result to all; a BadInput there stops all ranks, printed once."""
+        """Runs `function` on rank 0, gives its (small) result to all; a BadInput there stops all ranks and is printed once."""
         if self.world == 1:
             return function()
         box = [None, None]
@@ -126,10 +126,10 @@ class Ranks:
 # ---------------------------------------------------------------------------------------------- responses and rows
 
 class Responses:
-    """S recorded responses and their prompts. Per-token quantities live in flat arrays; response s owns [start[s], start[s+1])."""
+    """S recorded responses and their prompts. What is known per token lies in flat arrays: s owns [start[s], start[s+1])."""
 
     def __init__(self, prompts, outputs, episodes):
-        """prompts, outputs: S integer arrays; episodes: S hashables, an episode's responses adjacent and in order of turns."""
+        """prompts, outputs: S integer arrays; episodes: S names, an episode's responses adjacent and in order of turns."""
         self.prompts, self.outputs, self.episodes = prompts, outputs, episodes
         self.lengths = torch.tensor([len(o) for o in outputs], dtype=torch.long)           # (S,) L_s
         self.start = np.concatenate([[0], np.cumsum(self.lengths.numpy())]).astype(np.int64)   # (S + 1,)
@@ -141,8 +141,17 @@ class Responses:
             groups.setdefault(episode, []).append(s)
         return list(groups.values())
 
-    def largest_id(self):
-        return max((int(ids.max()) for ids in (*self.prompts, *self.outputs) if len(ids)), default=-1)
+    def check_fits(self, model, ranks, source):
+        """Stops on token ids outside the model's vocabulary, or rows beyond its positions."""
+        config = model.config.get_text_config()
+        largest = max(int(ids.max()) for ids in (*self.prompts, *self.outputs))
+        longest = max(len(p) + len(o) for p, o in zip(self.prompts, self.outputs, strict=True))
+        if largest >= config.vocab_size:
+            ranks.stop(f"token id {largest} in the data, but {source} has a vocabulary of {config.vocab_size}; give the "
+                       "checkpoint whose tokenizer made it")
+        if longest > config.max_position_embeddings:
+            ranks.stop(f"a row of {longest} tokens, but {source} has {config.max_position_embeddings} positions; give a "
+                       "smaller --max-length")
 
 
 @dataclass
@@ -153,9 +162,11 @@ class Row:
 
 
 def merge_prefix(responses, chosen, merge=True):
-    """Chosen response indices (in order of turns) -> rows. A response whose prompt begins with its episode's row so far, token for
-    token, is appended to that row; anything else (rewritten history, a new episode) opens its own row. Exact: under causal
-    attention a token's log-prob depends on what stands before it alone."""
+    """Chosen response indices (in order of turns) -> rows.
+
+    A response whose prompt begins with its episode's row so far, token for token, is appended to that row; anything else
+    (rewritten history, a new episode) opens its own row. Exact: a causal model's log-prob depends on what stands before.
+    """
     rows, episode = [], None
     for s in chosen:
         prompt, output = responses.prompts[s], responses.outputs[s]
@@ -177,10 +188,10 @@ def shuffled(episodes, *seed):
 
 
 def plan_micro_batches(rows, micro_tokens, world):
-    """Rows -> (slots, world) nested list of lists of rows: at slot k rank r runs plan[k][r], and all ranks run every slot.
+    """Rows -> (slots, world) nested list of lists of rows: at slot k rank r runs plan[k][r]; all ranks run every slot.
 
-    Rows of like length share a micro-batch of at most `micro_tokens` padded tokens (a longer row stands alone). The largest
-    micro-batches are halved until their number divides by the ranks; what cannot be halved is filled up with empty lists.
+    Rows of like length share a micro-batch of at most `micro_tokens` padded tokens (a longer row stands alone). The
+    largest are halved until their number divides by the ranks; where none can be halved, empty lists fill up.
     """
     micros = []
     for row in sorted(rows, key=lambda r: -len(r.tokens)):            # stable: equal lengths keep their order
@@ -193,14 +204,14 @@ def plan_micro_batches(rows, micro_tokens, world):
         big = max((m for m in micros if len(m) > 1), key=cost)
         micros.remove(big)
         micros += [big[:len(big) // 2], big[len(big) // 2:]]
-    micros.sort(key=cost, reverse=True)                               # ranks wait for each other at every slot: like beside like
+    micros.sort(key=cost, reverse=True)         # ranks wait for each other at every slot: put like beside like
     micros += [[] for _ in range(-len(micros) % world)]
     return [micros[k:k + world] for k in range(0, len(micros), world)]
 
 
 @dataclass
 class Micro:
-    """Tensors of one micro-batch. A target token is predicted from the position before it: `where` indexes that position in (B*T)."""
+    """Tensors of one micro-batch. `where`: the position in (B*T) that predicts a target token, the one before it."""
     tokens: torch.Tensor        # (B, T) token ids, padded on the right with 0
     where: torch.Tensor         # (N,)
     index: torch.Tensor         # (N,) which token of the flat per-token arrays this is
@@ -211,8 +222,8 @@ class Micro:
 
 
 def pack(rows, responses, device):
-    """Rows -> Micro. No rows (a rank with nothing to do in this slot) -> two padding tokens and no target: it still takes part in
-    every collective, and its loss and gradient are exactly 0."""
+    """Rows -> Micro. No rows (a rank with nothing to do in this slot) -> two padding tokens and no target: the rank takes
+    part in every collective, and its loss and gradient are exactly 0."""
     T = max([len(row.tokens) for row in rows], default=2)
     tokens = np.zeros((max(len(rows), 1), T), dtype=np.int64)         # (B, T)
     where, index = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
@@ -232,16 +243,16 @@ def checkpoint_folder(name):
     if Path(name).is_dir():
         return Path(name)
     if name.count("/") != 1 or name.startswith((".", "/")):
-        raise BadInput(f"{name}: no such checkpoint folder; run the stage that writes it, or give a hub name as owner/model")
+        raise BadInput(f"{name}: no such checkpoint folder; run the stage that writes it, or give a hub name, owner/model")
     from huggingface_hub import snapshot_download
     return Path(snapshot_download(name))
 
 
 def target_logp(model, tokens, where, targets, entropy=False):
-    """log π of target tokens at temperature 1, float32: (N,), and the entropies (N,) in nats if asked for, without gradient.
+    """log π of target tokens at temperature 1, float32 (N,); if asked for, also entropies (N,) in nats, without gradient.
 
-    Only target positions meet the vocabulary: hidden states (B, T, H) -> (N, H) -> logits (N, V). No attention mask is needed:
-    padding stands on the right, and a causal model never looks there.
+    Only target positions meet the vocabulary: hidden states (B, T, H) -> (N, H) -> logits (N, V). No attention mask:
+    padding stands on the right, where a causal model never looks.
     """
     hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state        # (B, T, H)
     logits = model.get_output_embeddings()(hidden.flatten(0, 1)[where]).float()           # (N, V)
@@ -254,19 +265,20 @@ def target_logp(model, tokens, where, targets, entropy=False):
 
 
 def load_model(folder, ranks, attention="sdpa"):
-    """Checkpoint folder -> model with float32 parameters, sharded if there is a process group, and `model.target_logp`."""
+    """Checkpoint folder -> model with float32 parameters, sharded if there is a process group, with `model.target_logp`."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
     logging.disable_progress_bar()
     if not (Path(folder) / "config.json").exists():
         raise BadInput(f"{folder}: not a checkpoint folder (no config.json); run the stage that writes it")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
-    model.eval()                    # no dropout: otherwise π/b would not be 1 before the first update. Gradients flow as usual
-    with torch.no_grad():           # some models scale or cap logits behind the head; target_logp would be wrong for them
+    model.eval()                # no dropout, or π/b would not be 1 before the first update; gradients flow as usual
+    with torch.no_grad():       # some models scale or cap logits behind the head; target_logp would be wrong for them
         probe = torch.arange(4)[None] % model.config.get_text_config().vocab_size         # (1, 4)
         ours = model.get_output_embeddings()(model.base_model(input_ids=probe, use_cache=False).last_hidden_state)
         if not torch.allclose(ours, model(input_ids=probe, use_cache=False).logits, atol=1e-4):
-            raise BadInput(f"{folder}: {type(model).__name__} changes its logits behind the output head; target_logp needs that step")
+            raise BadInput(f"{folder}: {type(model).__name__} changes its logits behind the output head, which "
+                           "trainer.target_logp does not; choose another model, or add that step there")
     model.target_logp = MethodType(target_logp, model)
     if not ranks.sharded:
         return model
@@ -296,8 +308,10 @@ def full(tensor):
 # ---------------------------------------------------------------------------------------------- optimizers
 
 class ShardedMuon(Muon):
-    """torch's Muon, also for sharded matrices. Newton-Schulz needs the whole matrix in bfloat16, where the order of sums shows; so
-    each update is gathered, orthogonalised by the very operations of one process on every rank, and cut again."""
+    """torch's Muon, also for sharded matrices. Newton-Schulz needs the whole matrix: each update is gathered, made
+    orthogonal on every rank by the very operations of one process, and cut again (three times faster here than torch's
+    own way through DTensor products). It works in bfloat16, so the last bits in which 1 and 2 ranks differ grow to about
+    2 % of an update: only AdamW is equal on any number of ranks."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -311,28 +325,28 @@ class ShardedMuon(Muon):
                     state["momentum_buffer"] = torch.zeros_like(p.grad)
                 state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
                 update = p.grad.lerp(state["momentum_buffer"], momentum).full_tensor()    # Nesterov; (rows, columns)
-                update = _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
-                update = dist.tensor.distribute_tensor(update.to(p.dtype), p.device_mesh, p.placements, src_data_rank=None)
+                whole = _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                mine = dist.tensor.distribute_tensor(whole.to(p.dtype), p.device_mesh, p.placements, src_data_rank=None)
                 p.mul_(1 - lr * group["weight_decay"])
-                p.add_(update, alpha=-_adjust_lr(lr, group["adjust_lr_fn"], p.shape))
+                p.add_(mine, alpha=-_adjust_lr(lr, group["adjust_lr_fn"], p.shape))
 
 
 def make_optimizers(model, args):
-    """List of optimizers over all parameters. Built after sharding: one built before would update nothing, without an error."""
+    """List of optimizers over all parameters. Call it after sharding: built before, they would silently update nothing."""
     embeddings = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings())}
     params = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in params if p.ndim == 2 and id(p) not in embeddings]
     others = [p for p in params if p.ndim != 2 or id(p) in embeddings]
     adam = dict(lr=args.lr, betas=tuple(args.betas), eps=1e-8, fused=True)
     if args.optimizer == "muon":
-        return [ShardedMuon(matrices, lr=args.lr, momentum=0.95, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw"),
-                torch.optim.AdamW(others, weight_decay=0.0, **adam)]
+        muon = dict(lr=args.lr, momentum=0.95, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw")
+        return [ShardedMuon(matrices, **muon), torch.optim.AdamW(others, weight_decay=0.0, **adam)]
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [torch.optim.AdamW(groups, **adam)]
 
 
 def lr_at(args, step, progress):
-    """Learning rate of a step. step: optimizer steps done before it, over the whole run (all rounds); progress in [0, 1) likewise."""
+    """Learning rate of a step. step: optimizer steps done before it, progress: in [0, 1); both over all rounds of the run."""
     warm = min(1.0, (step + 1) / args.warmup) if args.warmup else 1.0
     decay = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2,
              "wsd": min(1.0, (1 - progress) / 0.3)}[args.schedule]
@@ -358,17 +372,18 @@ class Trainer:
         return self.model.target_logp(micro.tokens, micro.where, micro.targets, entropy)
 
     def backward(self, loss):
-        """Adds the gradient of this rank's part of the loss. FSDP2 averages over ranks; the parts are to be summed."""
+        """Adds the gradient of this rank's part of the loss. FSDP2 averages over ranks, but the parts are to be summed."""
         (loss * self.ranks.world).backward()
 
     def step(self, lr, measure=False):
-        """Clips, updates, clears. Returns grad_norm (before clipping), and update_norm and bf16_changed if `measure`d (at the cost of
-        one more copy of this rank's parameters). A gradient that is not finite ends the run before it touches a weight."""
+        """Clips, updates, clears. Returns grad_norm (before clipping); with `measure` also update_norm and bf16_changed, the
+        share of weights whose bfloat16 value changed (costs a copy of this rank's parameters). A gradient that is not
+        finite ends the run before it touches a weight."""
         params = [p for p in self.model.parameters() if p.grad is not None]
         norm = float(full(torch.nn.utils.clip_grad_norm_(params, self.args.clip)))
         if not math.isfinite(norm):
-            self.ranks.stop(f"step {self.steps + 1}: the gradient norm is {norm}; no weight was changed by this step. Look at the last lines "
-                            "of metrics.jsonl (loss, ratio_max, gap) and at the batch's log-probs, or lower --lr")
+            self.ranks.stop(f"step {self.steps + 1}: the gradient norm is {norm}; this step changed no weight. Look at the "
+                            "last lines of metrics.jsonl (loss, ratio_max, gaps) and at the batch's log-probs, or lower --lr")
         local = lambda p: p.to_local() if isinstance(p, dist.tensor.DTensor) else p
         before = [local(p.detach()).clone() for p in params] if measure else []
         for optimizer in self.optimizers:
@@ -383,13 +398,14 @@ class Trainer:
         pairs = list(zip(before, after, strict=True))
         parts = self.ranks.gather({
             "square": float(sum((a - b).double().square().sum() for b, a in pairs)),
-            "changed": float(sum((a.bfloat16() != b.bfloat16()).sum() for b, a in pairs)), "count": sum(b.numel() for b in before)})
-        total = {k: sum(part[k] for part in parts) for k in parts[0]}
-        return {"grad_norm": norm, "update_norm": math.sqrt(total["square"]), "bf16_changed": total["changed"] / total["count"]}
+            "changed": float(sum((a.bfloat16() != b.bfloat16()).sum() for b, a in pairs)),
+            "count": sum(b.numel() for b in before)})
+        square, changed, count = (sum(part[k] for part in parts) for k in ("square", "changed", "count"))
+        return {"grad_norm": norm, "update_norm": math.sqrt(square), "bf16_changed": changed / count}
 
 
 def reduce_metrics(parts, ranks, merge):
-    """Metrics of this rank's micro-batches (dicts of 0-d tensors) -> floats of the whole optimizer batch, on every rank.
+    """Metrics of this rank's micro-batches (dicts of 0-d tensors) -> floats of the whole optimizer batch, on all ranks.
     merge: loss.merge_metrics. One device-to-host copy per step, not one per number."""
     values = torch.stack([torch.stack([x.double() for x in part.values()]) for part in parts]).tolist()
     mine = merge([dict(zip(parts[0], row, strict=True)) for row in values])
@@ -399,8 +415,8 @@ def reduce_metrics(parts, ranks, merge):
 # ---------------------------------------------------------------------------------------------- state and checkpoints
 
 def save_state(folder, trainer, extra):
-    """Weights (float32) and optimizer state as torch's distributed checkpoint, `extra` and the step count as trainer_state.json,
-    written last. All ranks call it."""
+    """Weights (float32) and optimizer state as torch's distributed checkpoint; then trainer_state.json with `extra` and the
+    step count. All ranks call it."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
     model, optim = get_state_dict(trainer.model, trainer.optimizers)
@@ -416,7 +432,7 @@ def load_state(folder, trainer):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     extra = read_json(Path(folder) / "trainer_state.json")
-    model, optim = get_state_dict(trainer.model, trainer.optimizers)              # gives an optimizer without state its zeros
+    model, optim = get_state_dict(trainer.model, trainer.optimizers)      # gives an optimizer without state its zeros
     state = {"model": model, "optim": optim}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -450,9 +466,9 @@ def newest_resume(output):
 
 
 def save_checkpoint(output, trainer, source, extra, dtype="auto"):
-    """<output>/: a checkpoint that transformers and vLLM load, and <output>/state/ for the next round. Returns the policy version.
+    """<output>/: a checkpoint for transformers and vLLM, and <output>/state/ for the next round. Returns the policy version.
 
-    Everything is written to <output>/part/ first; config.json moves last, and without it a folder is no checkpoint to anybody.
+    All is written to <output>/part/ first; config.json moves last, and without it a folder is no checkpoint to anybody.
     source: the folder the model came from; its tokenizer, template and generation config are copied byte for byte.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -460,7 +476,8 @@ def save_checkpoint(output, trainer, source, extra, dtype="auto"):
     if dtype == "auto":
         dtype = "bfloat16" if ranks.device.type == "cuda" else "float32"
     part, version = output / "part", None
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))   # {} but on rank 0
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)                # a collective; {} but on rank 0
     if ranks.main:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -473,9 +490,9 @@ def save_checkpoint(output, trainer, source, extra, dtype="auto"):
         for section in [config, *(v for v in config.values() if isinstance(v, dict) and "dtype" in v)]:
             section["dtype"] = dtype
         write_json(part / "config.json", config)
-        ours = ("config.json", "manifest.json", "args.json", "round.json")
+        ours = ("config.json", "manifest.json", "args.json", "round.json", "model.safetensors.index.json")
         for path in Path(source).iterdir():
-            if path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in ours and "index" not in path.name:
+            if path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in ours:
                 shutil.copyfile(path, part / path.name)
         version = policy_version(part)
     ranks.barrier()
@@ -493,11 +510,12 @@ def save_checkpoint(output, trainer, source, extra, dtype="auto"):
 # ---------------------------------------------------------------------------------------------- logging
 
 class Metrics:
-    """metrics.jsonl: one object a step, keys frozen by the first; and one printed line every few steps. Rank 0 only."""
+    """metrics.jsonl: one object a step, keys frozen by the first; a printed line every few steps. Rank 0 only."""
 
     def __init__(self, folder, ranks, steps, every, shown):
         """steps: how many there will be (for the printed count); shown: {key: format} of the printed line."""
-        self.path, self.main, self.total, self.every, self.shown = Path(folder) / "metrics.jsonl", ranks.main, steps, every, shown
+        self.path, self.main = Path(folder) / "metrics.jsonl", ranks.main
+        self.total, self.every, self.shown = steps, every, shown
         self.keys, self.clock = None, time.perf_counter()
 
     def keep(self, steps):
@@ -519,7 +537,8 @@ class Metrics:
         with open(self.path, "a") as f:
             f.write(json.dumps({k: round(v, 9) if isinstance(v, float) else v for k, v in row.items()}) + "\n")
         if row["step"] % self.every == 0 or row["step"] == self.total:
-            print(f"step {row['step']:>5}/{self.total} | " + " | ".join(f"{k} {row[k]:{f}}" for k, f in self.shown.items()), flush=True)
+            line = " | ".join(f"{k} {row[k]:{f}}" for k, f in self.shown.items())
+            tqdm.write(f"step {row['step']:>5}/{self.total} | {line}")
 
 
 def show_row(tokenizer, row, note=""):
@@ -530,4 +549,4 @@ def show_row(tokenizer, row, note=""):
         text += tokenizer.decode(row.tokens[at:first]) + left + tokenizer.decode(row.tokens[first:last]) + right
         at = last
     targets = sum(last - first for first, last, _ in row.spans)
-    print(f"--- one row: {len(row.tokens)} tokens, {targets} of them targets (marked) {note}\n{text}\n---", flush=True)
+    print(f"--- one row: {len(row.tokens)} tokens, {targets} of them targets (marked) | {note}\n{text}\n---", flush=True)

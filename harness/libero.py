@@ -547,7 +547,7 @@ class Libero(World):
         return Receipt(False, text, {"event": "unknown_name"})
 
     def _text(self, row):
-        return f"{row['name']} at x {row['x']} y {row['y']}"
+        return f"{row['name']} x {row['x']} y {row['y']}"
 
     def locate(self, name):
         if bad := self._known(name):
@@ -673,7 +673,7 @@ class Libero(World):
         if container is None:
             return Receipt(True, f"Let go: {name}.", {**facts, "event": "dropped"})
         if self._inside(key, container):
-            return Receipt(True, f"Placed {name} on {self.label[container]}.", {**facts, "event": "placed"})
+            return Receipt(True, f"Placed: {name} at {self.label[container]}.", {**facts, "event": "placed"})
         text = f"Let go: {name}; it is not on {self.label[container]}."
         return Receipt(False, text, {**facts, "event": "dropped"})
 

@@ -136,7 +136,7 @@ def test_objects_are_in_integer_millimetres_of_the_world_frame(world):
         assert all(type(row[k]) is int for k in "xyz") and abs(row["x"]) < 500 and abs(row["y"]) < 500
     p = world.data.xpos[world.env.env.obj_body_id["milk_1"]]
     assert [rows["milk"][k] for k in "xyz"] == pytest.approx(p * 1000, abs=.51)
-    assert world.locate("milk").text == f"milk at x {rows['milk']['x']} y {rows['milk']['y']}"
+    assert world.locate("milk").text == f"milk x {rows['milk']['x']} y {rows['milk']['y']}"
     assert world.list_objects().text.splitlines()[0] == world.locate(world.objects()[0]["name"]).text
     private = world.privileged()
     assert private["goal0_x"] == pytest.approx(rows["alphabet soup"]["x"] / 1000, abs=6e-4)
@@ -178,7 +178,7 @@ def test_scripted_pick_and_place_succeeds_by_liberos_predicate(world, suite, ind
         assert picked.ok and picked.text == f"Held: {name}." and picked.facts["event"] == "held", picked
         assert world.held == name and not world.success() and not world.latched
         placed = world.place(basket)
-        assert placed.ok and placed.text == f"Placed {name} on basket." and placed.facts["event"] == "placed", placed
+        assert placed.ok and placed.text == f"Placed: {name} at basket." and placed.facts["event"] == "placed", placed
     finally:
         world.on_chunk = None
     assert world.success() and world.latched and world.env.check_success() and world.held is None

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import rl
 import trainer
 from records import BadInput, policy_version
-from test_trainer import assert_equal_weights, record_round, run_main, run_script, weights, write_round
+from test_trainer import assert_equal_weights, record_round, run_main, run_ranks, run_script, weights, write_round
 
 GROUPS = {("s/0", 11): [1, 0, 1, 0, 0, 1], ("s/1", 12): [1, 0, None, 0], ("s/2", 13): [0, 0, 0], ("s/3", 14): [1, None, None],
           ("s/4", 15): [0, 1]}
@@ -124,29 +124,36 @@ def test_merge_micro_batches_and_padding_change_nothing(tiny_dir, recorded, tmp_
 
 
 def test_two_ranks_give_the_weights_of_one(tiny_dir, recorded, tmp_path):
-    argv = ["--model", tiny_dir, "--rollouts", recorded[0], "--lr", 1e-3, "--steps-per-round", 2]
-    run_main(rl.main, *argv, "--output", tmp_path / "one")
-    run_script("rl.py", *argv, "--output", tmp_path / "two", ranks=2)
-    for a, b in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):
-        for name in ("loss", "grad_norm", "update_norm", "ratio", "ratio_min", "entropy_before"):
-            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-6), name
-        assert a["tokens"] == b["tokens"]
-    assert rows(tmp_path / "two")[0]["pi_b_min"] == rows(tmp_path / "two")[0]["pi_b_max"] == 1
-    a, b, start = weights(tmp_path / "one"), weights(tmp_path / "two"), weights(tiny_dir)
-    for name in a:
-        assert (a[name] - b[name]).norm() < 1e-3 * (a[name] - start[name]).norm(), name
-    # a rank without rows: one response, two ranks, still the same update
-    _, episodes, calls = copy.deepcopy(recorded)
-    folder = tmp_path / "few"
-    few = [e for e in episodes if e.task == "s/4"]
-    few[0].calls = []                                                  # valid, votes in the baseline, has no response of its own
-    few[1].calls = few[1].calls[:1]
-    write_round(folder, few, calls)
-    argv = ["--model", tiny_dir, "--rollouts", folder, "--lr", 1e-3]
-    run_main(rl.main, *argv, "--output", tmp_path / "few-1")
-    run_script("rl.py", *argv, "--output", tmp_path / "few-2", ranks=2)
-    assert rows(tmp_path / "few-1")[0]["responses"] == 1
-    assert_equal_weights(tmp_path / "few-1", tmp_path / "few-2", 2e-5)
+    """One round; then a second one that continues the state of one process on two ranks; then one response for two ranks."""
+    more = ["--lr", 1e-3, "--steps-per-round", 2]
+    first = ["--model", tiny_dir, "--rollouts", recorded[0], *more]
+    run_main(rl.main, *first, "--output", tmp_path / "first-1")
+
+    def played_by_first(episodes, calls):
+        for r in (*episodes.values(), *calls.values()):
+            r.policy_version = r.policy_version_end = policy_version(tmp_path / "first-1")
+    folder = changed(recorded, tmp_path / "round-2", played_by_first)
+    second = ["--model", tmp_path / "first-1", "--previous", tmp_path / "first-1", "--rollouts", folder, "--round", 2, *more]
+    run_main(rl.main, *second, "--output", tmp_path / "second-1")
+    few = [copy.deepcopy(e) for e in recorded[1] if e.task == "s/4"]
+    few[0].calls, few[1].calls = [], few[1].calls[:1]                  # the first is valid and votes, but has no response
+    write_round(tmp_path / "few", few, recorded[2])
+    few = ["--model", tiny_dir, "--rollouts", tmp_path / "few", "--lr", 1e-3]
+    run_main(rl.main, *few, "--output", tmp_path / "few-1")
+    run_ranks(tmp_path, "rl", *[[*argv, "--output", tmp_path / f"{name}-2"]
+                                for name, argv in (("first", first), ("second", second), ("few", few))])
+
+    for name in ("first", "second", "few"):
+        start = weights(tmp_path / "first-1" if name == "second" else tiny_dir)
+        for a, b in zip(rows(tmp_path / f"{name}-1"), rows(tmp_path / f"{name}-2"), strict=True):
+            for key in ("loss", "grad_norm", "update_norm", "ratio", "ratio_min", "entropy_before"):
+                assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-6), (name, key)
+            assert a["tokens"] == b["tokens"] and a["lr"] == b["lr"] and a["total_step"] == b["total_step"]
+        a, b = weights(tmp_path / f"{name}-1"), weights(tmp_path / f"{name}-2")
+        for key in a:
+            assert (a[key] - b[key]).norm() < 1e-3 * (a[key] - start[key]).norm(), (name, key)
+    row = rows(tmp_path / "first-2")[0]
+    assert row["pi_b_min"] == row["pi_b_max"] == 1 and rows(tmp_path / "few-2")[0]["responses"] == 1
 
 
 def test_two_rounds_carry_step_count_moments_and_schedule(tiny_dir, recorded, tmp_path):

@@ -84,6 +84,14 @@ def run_script(script, *argv, ranks=1, check=0):
     return done
 
 
+def run_ranks(folder, script, *runs, ranks=2):
+    """Runs a script's main() once per argument list, in one torchrun launch (start-up takes seconds)."""
+    driver = folder / "driver.py"
+    driver.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {script}\n"
+                      f"for sys.argv in {[['x', *map(str, argv)] for argv in runs]!r}: {script}.main()\n")
+    return run_script(driver, ranks=ranks)
+
+
 def run_main(main, *argv):
     """Runs a script's main() in this process (start-up of a new one takes seconds)."""
     saved, sys.argv = sys.argv, ["script", *map(str, argv)]
