@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-SEED=0 OUT="" GRASP=0.3 QUICK="" ROUNDS=12
+SEED=0 OUT="" GRASP=0.22 QUICK="" ROUNDS=12
 while [ $# -gt 0 ]; do
   case $1 in
     --quick) QUICK=1; shift ;;
@@ -22,7 +22,7 @@ while [ $# -gt 0 ]; do
   esac
 done
 . ./setup.sh
-RUN=${OUT:-runs/tabletop${QUICK:+-quick}-seed$SEED}
+RUN=${OUT:-out/tabletop${QUICK:+-quick}-seed$SEED}
 SUITES=tabletop_base,tabletop_swap,tabletop_task
 WORDS="red green blue white black yellow mug pan jug jar pot tray bowl box"     # stay single tokens in the tiny tokenizer
 LIMITS="--turns 16 --max-tokens 64 --concurrency 24"                                        # short tasks, short answers

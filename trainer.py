@@ -69,7 +69,7 @@ class Ranks:
         self.sharded = self.world > 1 or cuda
         if cuda:
             torch.cuda.set_device(self.device)
-        if self.sharded:        # the long time-out: rank 0 reads, gates and saves alone while the others wait
+        if self.sharded and not dist.is_initialized():      # a long time-out: rank 0 gates and saves while others wait
             alone = {} if self.world > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
             dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=2),
                                     device_id=self.device if cuda else None, **alone)

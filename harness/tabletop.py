@@ -63,12 +63,12 @@ def _phrase(name, container):
 
 @functools.cache
 def _suite(suite):
-    """-> list of (Task, objects, containers, cells). Tasks 0-11 have one step, 12-19 two."""
+    """-> list of (Task, objects, containers, cells). Tasks 0-9 have one step, 10-19 two."""
     tasks = []
     for index in range(20):
         rng = random.Random(f"tabletop {index}")
         objects, containers, cells = _scene(rng)
-        steps = 1 if index < 12 else 2
+        steps = 1 if index < 10 else 2
         targets, docks = rng.sample(range(4), 4), rng.sample(range(2), 2)
         if suite == "tabletop_task":                    # changed instruction: same scene, other objects, other containers
             targets, docks = targets[2:] + targets[:2], docks[::-1]
@@ -121,7 +121,7 @@ def _model(objects, containers):
     """MjModel of a scene; cached, shared read-only between worlds."""
     return mujoco.MjModel.from_xml_string(f"""
 <mujoco>
- <option timestep="{STEP}" integrator="implicitfast" cone="pyramidal" noslip_iterations="5" iterations="30" ls_iterations="8"/>
+ <option timestep="{STEP}" integrator="implicitfast" cone="pyramidal" noslip_iterations="5" iterations="30" ls_iterations="8"><flag sleep="enable"/></option>
  <default><geom friction="1.0 .02 .001" solref=".006 1"/></default>
  <worldbody>
   <geom name="table" type="box" size=".42 .48 .05" pos=".48 0 -.05" rgba=".75 .65 .5 1"/>

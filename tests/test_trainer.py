@@ -87,7 +87,8 @@ def run_script(script, *argv, ranks=1, check=0):
 def run_ranks(folder, script, *runs, ranks=2):
     """Runs a script's main() once per argument list, in one torchrun launch (start-up takes seconds)."""
     driver = folder / "driver.py"
-    driver.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {script}\n"
+    driver.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {script}, torch.distributed\n"
+                      "torch.distributed.destroy_process_group = lambda: None      # one group for all runs\n"
                       f"for sys.argv in {[['x', *map(str, argv)] for argv in runs]!r}: {script}.main()\n")
     return run_script(driver, ranks=ranks)
 
