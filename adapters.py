@@ -34,9 +34,10 @@ class SkillsAdapter:
     harness = "skills"
 
     def job(self, spec, base_url, args):
-        """What one attempt needs to know; plain JSON, read by harness/skills.py. Nothing in it tells attempts of a group apart to the planner."""
-        return {"episode_id": spec["episode_id"], "base_url": base_url, "suite": spec["suite"], "index": spec["index"], "init": spec["init"],
-                "model": "planner", "max_tokens": args.max_tokens, "turns": args.turns, "seconds": args.seconds,
+        """What one attempt needs to know, in plain JSON (harness/skills.py). The planner sees nothing that differs within a group."""
+        return {"episode_id": spec["episode_id"], "base_url": base_url,
+                "suite": spec["suite"], "index": spec["index"], "init": spec["init"], "model": "planner",
+                "max_tokens": args.max_tokens, "turns": args.turns, "seconds": args.seconds,
                 "history_budget": args.history_budget, "pictures": args.pictures, "request_timeout": args.request_timeout,
                 "memory": spec.get("memory"), "memory_write": spec.get("memory_write", False), "video": spec.get("video")}
 
@@ -88,7 +89,7 @@ def post_success(episode, call):
 # ---------------------------------------------------------------------------------------------- harness processes
 
 class WorkerPool:
-    """`processes` harness workers with `threads` episodes each. A worker that dies or hangs loses its episodes (invalid) and is replaced."""
+    """`processes` harness workers with `threads` episodes each. One that dies or hangs loses its episodes (invalid) and is replaced."""
 
     def __init__(self, processes, threads):
         self.processes, self.threads = processes, threads
@@ -101,10 +102,10 @@ class WorkerPool:
                 self.free.put_nowait(k)
 
     async def _spawn(self, k):
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MUJOCO_GL": os.environ.get("MUJOCO_GL", "egl")}
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "harness.worker", "--threads", str(self.threads), cwd=ROOT,
-                                                       env=env, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                                                       start_new_session=True, limit=64 << 20)
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "harness.worker", "--threads", str(self.threads), cwd=ROOT, env=env, start_new_session=True,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=64 << 20)
         worker = {"process": process, "waiting": {}}
         worker["reader"] = asyncio.create_task(self._read(k, worker))
         return worker
@@ -173,23 +174,27 @@ def add_rollout_arguments(p, *, sampling, max_tokens=8192):
     g.add_argument("--harness", choices=sorted(ADAPTERS), default="skills", help="which harness runs the episodes")
     g.add_argument("--turns", type=int, default=100, help="planner turns per episode (RPent's limit)")
     g.add_argument("--seconds", type=float, default=7200, help="wall time per episode (s; RPent's limit)")
-    g.add_argument("--history-budget", type=int, default=60_000, help="characters of history before the harness edits it (a picture counts 1,000)")
+    g.add_argument("--history-budget", type=int, default=60_000,
+                   help="characters of history before the harness edits it (a picture counts 1,000)")
     g.add_argument("--pictures", action="store_true", help="send a picture after each motion (needs a planner that takes pictures)")
     g.add_argument("--workers", type=int, default=2, help="harness processes")
-    g.add_argument("--concurrency", type=int, default=16, help="episodes at a time per process (LIBERO allows 1: one environment a process)")
+    g.add_argument("--concurrency", type=int, default=16,
+                   help="episodes at a time per process (LIBERO allows 1: one environment a process)")
     g.add_argument("--retries", type=int, default=1, help="times an invalid episode is run again")
     g = p.add_argument_group("generation")
     g.add_argument("--sampling", choices=sorted(PROFILES), default=sampling, help="sampling profile; rl.py accepts 'train' alone")
     g.add_argument("--max-tokens", type=int, default=max_tokens, help="tokens per response")
     g.add_argument("--request-timeout", type=float, default=600, help="the harness gives up on one call after this (s)")
     g.add_argument("--seed", type=int, default=0, help="run seed: with the episode id and the turn it makes each call's own seed")
-    g.add_argument("--shard", default=None, metavar="I/N", help="do every Nth episode from the Ith; default: RANK/WORLD_SIZE under torchrun, else all")
+    g.add_argument("--shard", default=None, metavar="I/N",
+                   help="do every Nth episode from the Ith; default: RANK/WORLD_SIZE under torchrun, else all")
 
 
 def add_engine_arguments(p):
     g = p.add_argument_group("model server")
     g.add_argument("--model", required=True, help="checkpoint folder of the policy (its content gives the policy version)")
-    g.add_argument("--engine-url", default=None, help="a running OpenAI-compatible server (vLLM) that serves --model; default: the in-process engine")
+    g.add_argument("--engine-url", default=None,
+                   help="a running OpenAI-compatible server (vLLM) that serves --model; default: the in-process engine")
     g.add_argument("--slots", type=int, default=64, help="in-process engine: episodes whose prefix is kept (count)")
     g.add_argument("--batch", type=int, default=32, help="in-process engine: requests generated together (count)")
     g.add_argument("--max-length", type=int, default=2048, help="in-process engine: prompt plus response (tokens)")
@@ -252,7 +257,8 @@ def parse_shard(text):
 
 # ---------------------------------------------------------------------------------------------- running attempts
 
-FREE = {"workers", "concurrency", "retries", "shard", "slots", "batch", "engine_url", "request_timeout", "video", "target_successes", "limit"}
+FREE = {  # arguments that may differ between a killed run and the one that continues it
+    "workers", "concurrency", "retries", "shard", "slots", "batch", "engine_url", "request_timeout", "video", "target_successes", "limit"}
 
 
 def check_resume(folder, stage, args, policy_version):
@@ -270,7 +276,7 @@ def check_resume(folder, stage, args, policy_version):
 
 
 def run(args, specs, stage, upstream, enough=None):
-    """Runs every spec {suite, index, init, attempt, …} once and for all; -> (list of valid and invalid Episodes of this run folder, folder).
+    """Runs every spec {suite, index, init, attempt, …} once and for all; -> (all Episodes of this run folder, invalid ones too; folder).
 
     enough(episodes) -> True ends the run early and whole (collect.py's --target-successes). Prints and writes counts; writes the
     manifest unless a STOP file ended the run.
@@ -338,7 +344,8 @@ async def _run(args, specs, stage, upstream, enough, folder):
                 break
         valid = [e for e in episodes if e.valid]
         bar.update()
-        bar.set_postfix_str(f"success {sum(e.reward for e in valid) / max(len(valid), 1):.3f} invalid {len(episodes) - len(valid)}", refresh=False)
+        rate = sum(e.reward for e in valid) / max(len(valid), 1)
+        bar.set_postfix_str(f"success {rate:.3f} invalid {len(episodes) - len(valid)}", refresh=False)
 
     async def feed():
         nonlocal stopped
@@ -370,5 +377,6 @@ async def _run(args, specs, stage, upstream, enough, folder):
     if stopped:
         print(f"{stage}: ended by a STOP file; delete it and repeat the command to go on")
         return episodes
-    records.write_manifest(folder, stage, args, {**counts, "policy_version": upstream.policy_version}, files=("episodes.jsonl", "calls.jsonl"))
+    records.write_manifest(folder, stage, args, {**counts, "policy_version": upstream.policy_version},
+                           files=("episodes.jsonl", "calls.jsonl"))
     return episodes

@@ -8,7 +8,7 @@ same episode (whose prompt extends the last one) computes only its new tokens. E
 over all running requests. Transformers' own model code does the forward; only the cache is ours. float32 throughout: recorded
 log-probs agree with the trainer's forward to 1e-4.
 
-Log-probs are those of the distribution that was sampled from (vLLM's processed_logprobs): after penalties, temperature, top-k, top-p, min-p.
+Log-probs are those of the distribution that was sampled from (vLLM's processed_logprobs): penalties, temperature, min-p, top-k, top-p.
 
 Alone it is a small server:
 
@@ -40,7 +40,7 @@ _THINK = re.compile(r"^\s*<think>(.*?)</think>", re.DOTALL)
 
 
 def parse_output(text):
-    """Generated text -> (content or None, reasoning or None, tool_calls). Unreadable tool calls stay in the content, as with vLLM's parsers.
+    """Generated text -> (content or None, reasoning or None, tool_calls). Unreadable calls stay in the content, as with vLLM's parsers.
 
     `arguments` is the exact substring that was generated, so that the history re-renders to the same text wherever it is canonical JSON.
     """
@@ -129,7 +129,7 @@ class Engine:
         config = self.net.config
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
-            raise records.BadInput(f"{folder}: the in-process engine serves full-attention models only, this one has {sorted(kinds)}; use vLLM")
+            raise records.BadInput(f"{folder}: the in-process engine serves full attention only, this model has {sorted(kinds)}; use vLLM")
         eos = self.net.generation_config.eos_token_id
         self.eos = set(eos if isinstance(eos, list) else [eos])
         self.max_length = min(max_length, config.max_position_embeddings)
@@ -171,13 +171,15 @@ class Engine:
         if reasoning is not None:
             message["reasoning_content"] = reasoning
         if calls:
-            message["tool_calls"] = [{"id": f"call_{uuid.uuid4().hex[:12]}", "type": "function", "function": {"name": n, "arguments": a}}
-                                     for n, a in calls]
+            message["tool_calls"] = [{"id": f"call_{uuid.uuid4().hex[:12]}", "type": "function",
+                                      "function": {"name": n, "arguments": a}} for n, a in calls]
         finish = "length" if ids[-1] not in self.eos else "tool_calls" if calls else "stop"
-        return {"id": f"chatcmpl-{uuid.uuid4().hex[:16]}", "object": "chat.completion", "created": int(time.time()), "model": self.model_name,
-                "prompt_token_ids": prompt, "policy_version": self.policy_version, "queue_seconds": request.began - request.arrived,
+        logprobs = [{"token": f"token_id:{i}", "logprob": lp} for i, lp in zip(ids, request.logprobs, strict=True)]
+        return {"id": f"chatcmpl-{uuid.uuid4().hex[:16]}", "object": "chat.completion", "created": int(time.time()),
+                "model": self.model_name, "prompt_token_ids": prompt, "policy_version": self.policy_version,
+                "queue_seconds": request.began - request.arrived,
                 "choices": [{"index": 0, "message": message, "finish_reason": finish, "token_ids": ids,
-                             "logprobs": {"content": [{"token": f"token_id:{i}", "logprob": lp} for i, lp in zip(ids, request.logprobs, strict=True)]}}],
+                             "logprobs": {"content": logprobs}}],
                 "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}}
 
     async def close(self):
@@ -245,7 +247,8 @@ class Engine:
         Q = max(map(len, new))
         # A padding query sits at the position after its row's last token: that place is rewritten before anyone may attend to it.
         ids = torch.tensor([x + [0] * (Q - len(x)) for x in new])                                                    # (B, Q)
-        positions = torch.tensor([[min(r.computed + j, r.computed + len(x)) for j in range(Q)] for r, x in zip(batch, new, strict=True)])  # (B, Q)
+        positions = torch.tensor([[r.computed + min(j, len(x)) for j in range(Q)]
+                                  for r, x in zip(batch, new, strict=True)])                                         # (B, Q)
         rows, width = torch.tensor([r.slot for r in batch]), int(positions.max()) + 1
         self.cache.rows, self.cache.positions, self.cache.width = rows, positions, width
         mask = (torch.arange(width)[None, None, None, :] <= positions[:, None, :, None])                             # (B, 1, Q, width)
@@ -322,7 +325,8 @@ async def serve(engine, port):
 
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post("/v1/chat/completions", completions)
-    app.router.add_get("/v1/models", lambda _: web.json_response({"object": "list", "data": [{"id": engine.model_name, "object": "model"}]}))
+    models = {"object": "list", "data": [{"id": engine.model_name, "object": "model"}]}
+    app.router.add_get("/v1/models", lambda _: web.json_response(models))
     app.router.add_get("/health", lambda _: web.json_response({"status": "ok", "policy_version": engine.policy_version}))
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()

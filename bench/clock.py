@@ -42,7 +42,8 @@ def physics(repeats):
 
 
 REPLY = {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "prompt_token_ids": list(range(300)),
-         "choices": [{"index": 0, "finish_reason": "tool_calls", "token_ids": list(range(20)), "logprobs": {"content": [{"token": "t", "logprob": -0.1}] * 20},
+         "choices": [{"index": 0, "finish_reason": "tool_calls", "token_ids": list(range(20)),
+                      "logprobs": {"content": [{"token": "t", "logprob": -0.1}] * 20},
                       "message": {"role": "assistant", "content": "Find it.", "tool_calls": [
                           {"id": "c", "type": "function", "function": {"name": "locate", "arguments": '{"name": "red mug"}'}}]}}]}
 
@@ -79,7 +80,8 @@ def calls(n, threads, recorded):
     threading.Thread(target=loop.run_forever, daemon=True).start()
     started.wait()
     world = Tabletop()
-    tools = [{"type": "function", "function": {"name": s.name, "description": s.description, "parameters": s.parameters}} for s in world.skills]
+    tools = [{"type": "function", "function": {"name": s.name, "description": s.description, "parameters": s.parameters}}
+             for s in world.skills]
     history = [{"role": "user", "content": "Task: Put the red mug on the blue tray, then put the white pot in the red bowl."}] * 8
 
     def client(k):

@@ -26,6 +26,7 @@ import urllib3
 SYSTEM = "You move a robot hand with tools, one call at a time. Lengths are in millimetres."
 MEMORY_SECTION = "\n[memory]\nRead memory_read before you act. It holds what earlier episodes wrote down.\n[/memory]"
 KEEP_PICTURES, KEEP_OUTPUTS, SHORT = 2, 4, 60       # history rewriting: newest kept whole; characters kept of older output
+ECHOED = ("role", "content", "tool_calls", "reasoning", "reasoning_content")     # fields of a reply that stay in the history
 CALL_UNREAD = "That tool call could not be read. Answer with one tool call in JSON."
 ONE_AT_A_TIME = "Not run: another tool operation is still active."
 
@@ -57,7 +58,7 @@ class ContextTooLong(Exception):
 
 
 class ChatClient:
-    """POST <base>/chat/completions. 5xx, 429 and lost connections are sent again, byte for byte, twice, with a retry count in the header."""
+    """POST <base>/chat/completions. 5xx, 429 and lost connections are sent again twice, byte for byte, with a retry count in the header."""
 
     def __init__(self, base_url, timeout, pool=None):
         self.url, self.timeout = base_url.rstrip("/") + "/chat/completions", timeout
@@ -166,8 +167,7 @@ class Episode:
                 end, detail = "turns", str(e)
                 break
             turn += 1
-            messages = messages + [{k: v for k, v in message.items() if k in ("role", "content", "tool_calls", "reasoning", "reasoning_content")
-                                    and v is not None}]
+            messages = messages + [{k: v for k, v in message.items() if k in ECHOED and v is not None}]
             if frames:
                 frames.caption(message)
             if not message.get("tool_calls"):

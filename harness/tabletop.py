@@ -121,8 +121,12 @@ def _model(objects, containers):
     """MjModel of a scene; cached, shared read-only between worlds."""
     return mujoco.MjModel.from_xml_string(f"""
 <mujoco>
- <option timestep="{STEP}" integrator="implicitfast" cone="pyramidal" noslip_iterations="5" iterations="30" ls_iterations="8"><flag sleep="enable"/></option>
- <default><geom friction="1.0 .02 .001" solref=".006 1"/></default>
+ <option timestep="{STEP}" integrator="implicitfast" cone="pyramidal" noslip_iterations="5" iterations="30" ls_iterations="8">
+  <flag sleep="enable"/></option>
+ <default><geom friction="1.0 .02 .001" solref=".006 1"/>
+  <default class="pad"><geom type="box" mass=".05" condim="4" friction="1.8 .05 .001" priority="1" rgba=".5 .5 .55 1"/></default>
+  <default class="tip"><geom type="box" mass=".002" condim="1" priority="1" rgba=".8 .8 .8 1"/></default>
+ </default>
  <worldbody>
   <geom name="table" type="box" size=".42 .48 .05" pos=".48 0 -.05" rgba=".75 .65 .5 1"/>
   {"".join(_container_xml(c, i) for i, c in enumerate(containers))}
@@ -131,11 +135,11 @@ def _model(objects, containers):
    <joint name="x" type="slide" axis="1 0 0"/><joint name="y" type="slide" axis="0 1 0"/><joint name="z" type="slide" axis="0 0 1"/>
    <geom type="box" size=".055 .02 .02" pos="0 0 .09" mass=".15" rgba=".3 .3 .35 1"/>
    <body gravcomp="1"><joint name="left" type="slide" axis="-1 0 0" range="0 .030" limited="true" damping="2"/>
-    <geom type="box" size=".004 .005 .031" pos="-.004 0 .039" mass=".05" condim="4" friction="1.8 .05 .001" priority="1" rgba=".5 .5 .55 1"/>
-    <geom type="box" size=".004 .002 .004" pos="-.004 0 .004" mass=".002" condim="1" priority="1" rgba=".8 .8 .8 1"/></body>
+    <geom class="pad" size=".004 .005 .031" pos="-.004 0 .039"/>
+    <geom class="tip" size=".004 .002 .004" pos="-.004 0 .004"/></body>
    <body gravcomp="1"><joint name="right" type="slide" axis="1 0 0" range="0 .030" limited="true" damping="2"/>
-    <geom type="box" size=".004 .005 .031" pos=".004 0 .039" mass=".05" condim="4" friction="1.8 .05 .001" priority="1" rgba=".5 .5 .55 1"/>
-    <geom type="box" size=".004 .002 .004" pos=".004 0 .004" mass=".002" condim="1" priority="1" rgba=".8 .8 .8 1"/></body>
+    <geom class="pad" size=".004 .005 .031" pos=".004 0 .039"/>
+    <geom class="tip" size=".004 .002 .004" pos=".004 0 .004"/></body>
   </body>
  </worldbody>
  <equality><joint joint1="left" joint2="right"/></equality>
@@ -150,15 +154,16 @@ def _model(objects, containers):
 # ---------------------------------------------------------------------------------------------- the world
 
 _NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+_NOTHING = {"type": "object", "properties": {}}
 _XY = {"x": {"type": "integer"}, "y": {"type": "integer"}}
 SKILLS = (
     Skill("locate", "Position of one object or container, in millimetres.", _NAME, "locate", moves=False),
-    Skill("list_objects", "Positions of everything on the table, in millimetres.", {"type": "object", "properties": {}}, "list_objects", moves=False),
+    Skill("list_objects", "Positions of everything on the table, in millimetres.", _NOTHING, "list_objects", moves=False),
     Skill("pick", "Pick up what stands at (x, y); dy is the grasp offset along its long axis in mm: -20, 0, 20 or 40.",
           {"type": "object", "properties": {**_XY, "dy": {"type": "integer"}}, "required": ["x", "y", "dy"]}, "pick"),
     Skill("move", "Move the hand above (x, y), in millimetres.", {"type": "object", "properties": _XY, "required": ["x", "y"]}, "move"),
     Skill("place", "Carry what is held to the named container and let it go there.", _NAME, "place"),
-    Skill("release", "Open the hand where it is.", {"type": "object", "properties": {}}, "release"),
+    Skill("release", "Open the hand where it is.", _NOTHING, "release"),
 )
 
 

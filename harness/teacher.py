@@ -20,7 +20,8 @@ GLOBAL_MEMORY = ("Heads are wider than the open hand. Only one narrow section of
                  "Pressing far from the stem tips an object over and nothing can set it upright again.")
 OFFSETS = (-20, 0, 20, 40)
 RIGHT = {"mug": 40, "pan": 40, "jug": 20, "jar": 0, "pot": -20}       # the expert's knowledge of tabletop shapes
-_STEP = re.compile(r"(?:put|place|pick up|pick)\s+(?:up\s+)?(?:the\s+)?(.+?)(?:\s+and\s+(?:place|put)\s+it)?\s+(?:in|on|into|onto)\s+(?:the\s+)?(.+?)(?=,|\.|$)", re.I)
+_STEP = re.compile(r"(?:put|place|pick)\s+(?:up\s+)?(?:the\s+)?(.+?)(?:\s+and\s+(?:place|put)\s+it)?\s+(?:in|on|into|onto)\s+(?:the\s+)?"
+                   r"(.+?)(?=,|\.|$)", re.I)
 
 
 def read_goal(instruction):
@@ -76,7 +77,8 @@ class ScriptedTeacher:
             where = re.search(r"Held: (.+?)\.", result)[1]
             if where != thing:
                 return f"That is the {where}.", "release", {}
-            return self._say(rng, memory, rng.choice(["It holds.", f"Now the {container}.", f"Carry it to the {container}."])), "place", {"name": container}
+            text = rng.choice(["It holds.", f"Now the {container}.", f"Carry it to the {container}."])
+            return self._say(rng, memory, text), "place", {"name": container}
         if last == "pick":                               # a slip: look again, or (a handicap of its own) lose heart
             if rng.random() < self.gives_up:
                 return "It does not hold.", "finish", {"status": "failure"}

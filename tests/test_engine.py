@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from engine import Engine, parse_output
 from gate import check
 from proxy import UpstreamError
-from records import Call
+from records import Call, TRAIN_SAMPLING
 
 TOOLS = [{"type": "function", "function": {"name": "pick", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}}]
 
@@ -69,7 +69,7 @@ def test_the_next_call_of_an_episode_computes_only_its_new_tokens(engine, plain)
         loop = asyncio.get_running_loop()
         done = loop.create_future()
         extended = prompt + ids + prompt[:5]
-        engine.inbox.put(_Request(extended, dict(__import__("records").TRAIN_SAMPLING), 3, 1, lambda r, e=None: loop.call_soon_threadsafe(done.set_result, r)))
+        engine.inbox.put(_Request(extended, TRAIN_SAMPLING, 3, 1, lambda r, e=None: loop.call_soon_threadsafe(done.set_result, r)))
         request = await done
         return prompt, ids, before, request
     prompt, ids, before, request = asyncio.run(go())
