@@ -203,7 +203,7 @@ def add_engine_arguments(p):
 def make_upstream(args):
     version = records.policy_version(args.model)
     if args.engine_url:
-        from proxy import HttpUpstream
+        from upstream import HttpUpstream
         return HttpUpstream(args.engine_url, version)
     from engine import Engine
     return Engine(args.model, args.slots, args.batch, args.max_length)

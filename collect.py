@@ -53,7 +53,7 @@ def make_teacher(args):
         return ScriptedTeacher(args.grasp_skill, args.gives_up, args.leans)
     if not args.teacher.startswith(("http://", "https://")):
         raise BadInput(f"--teacher {args.teacher!r}: expected 'scripted' or a URL")
-    from proxy import HttpUpstream
+    from upstream import HttpUpstream
     return HttpUpstream(args.teacher, args.teacher_name)
 
 

@@ -32,7 +32,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 import records
 from gate import render_prompt
-from proxy import UpstreamError
+from upstream import UpstreamError
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _ARGUMENTS = re.compile(r'^\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"arguments"\s*:\s*(\{.*\})\s*\}$', re.DOTALL)
@@ -117,7 +117,7 @@ class _Request:
 
 
 class Engine:
-    """`await engine.chat(body)` -> chat.completion dict. Raises proxy.UpstreamError(400) for a prompt that does not fit."""
+    """`await engine.chat(body)` -> chat.completion dict. Raises UpstreamError(400) for a prompt that does not fit."""
 
     def __init__(self, checkpoint, slots=64, batch=32, max_length=2048, threads=1):
         torch.set_num_threads(threads)

@@ -1,0 +1,64 @@
+"""The two faces of a model server that the proxy may stand before: one over HTTP (here), one in-process (engine.py).
+
+Both have `await chat(body)` -> chat.completion dict as vLLM's, with token ids and log-probs, `await close()`, and the
+attributes `policy_version` and `model`. They raise UpstreamError, which the proxy records as the call's error.
+"""
+
+import json
+import os
+
+import aiohttp
+
+
+class UpstreamError(Exception):
+    """The model server failed. `kind` ("timeout", "connection", …; default: the status) names it in the record."""
+
+    def __init__(self, status, message, kind=None):
+        super().__init__(f"upstream {kind or status}: {message}")
+        self.status, self.message = status, message
+
+
+class HttpUpstream:
+    """An OpenAI-compatible server (vLLM). `url` with or without /v1; `policy_version` of the checkpoint it serves."""
+
+    def __init__(self, url, policy_version="", model=""):
+        url = url.rstrip("/").removesuffix("/chat/completions")
+        self.url = url if url.endswith("/v1") else url + "/v1"
+        self.policy_version, self.model, self.session = policy_version, model, None
+
+    async def _ask(self, method, path, data=None):
+        if self.session is None:
+            # Idle connections go after 2 s: uvicorn closes its end after 5, and a POST into that closing is lost.
+            key = os.environ.get("OPENAI_API_KEY")
+            self.session = aiohttp.ClientSession(
+                headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10))      # the total is Proxy's `timeout`
+        try:
+            async with self.session.request(method, self.url + path, data=data) as response:
+                raw, status = await response.read(), response.status
+        except (aiohttp.ClientError, OSError) as e:
+            raise UpstreamError(502, f"{type(e).__name__}: {e}", "connection") from None
+        try:
+            reply = json.loads(raw)
+        except ValueError as e:
+            if status == 200:
+                raise UpstreamError(502, f"reply is not JSON ({e})") from None
+            reply = raw[:500].decode(errors="replace")
+        if status != 200:
+            error = reply.get("error", reply) if isinstance(reply, dict) else reply
+            raise UpstreamError(status, str(error.get("message", error) if isinstance(error, dict) else error))
+        return reply
+
+    async def find_model(self):
+        """Learns the served model's name from /v1/models."""
+        reply = await self._ask("GET", "/models")
+        if isinstance(reply, dict) and reply.get("data"):
+            self.model = reply["data"][0]["id"]
+
+    async def chat(self, body):
+        return await self._ask("POST", "/chat/completions", json.dumps(body).encode())
+
+    async def close(self):
+        if self.session is not None:
+            await self.session.close()
