@@ -1,11 +1,9 @@
-"""Does an answer lean on removed text? Detectors, rule-based rewriter and judge of rewrite.py: pure functions of
-text.
+"""Does an answer lean on removed text? Detectors, rule-based rewriter and judge of rewrite.py: pure functions of text.
 
     word      a memory-related word (MEMORY_WORDS) in reasoning or text
-    quote     eight consecutive words of the removed text in reasoning or text; case and punctuation do not
-    matter number    a number in reasoning or text that stands only in removed results; compared by value, sign
-    respected argument  such a number or quote in tool-call arguments: they stay byte for byte, so it cannot be
-    rewritten away
+    quote     eight consecutive words of the removed text in reasoning or text; case and punctuation do not matter
+    number    a number in reasoning or text that stands only in removed results; compared by value, sign respected
+    argument  such a number or quote in tool-call arguments: they stay byte for byte, so it cannot be rewritten away
 
 Source: SPEC.md §2, "Stage 1". Choices (ours): a quote or number that also stands in the student's own context
 is no evidence. Numbers in words ("twenty") or in other units (0.412 m for 412 mm) are not recognised.

@@ -233,7 +233,7 @@ def make_batches(responses, args):
         cuts = [round(i * len(order) / steps) for i in range(steps + 1)]
     else:
         cuts = [*range(0, len(order), args.global_batch), len(order)]
-    return [order[a:b] for a, b in zip(cuts, cuts[1:])]
+    return [order[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
 
 
 def previous_state(args, version):

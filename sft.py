@@ -71,7 +71,7 @@ def read_data(args):
         raise BadInput(f"{args.data}: none of {counts['rows']} rows can be used ({counts['empty']} without a target, "
                        f"{counts['too_long']} longer than --max-length {args.max_length} tokens)")
     rows.sort(key=lambda row: row[:2])                                # the order of the file does not matter
-    episodes, _, prompts, outputs = zip(*rows)
+    episodes, _, prompts, outputs = zip(*rows, strict=True)
     responses = trainer.Responses(prompts, outputs, episodes)
     counts["episodes"], counts["target_tokens"] = len(set(episodes)), int(responses.lengths.sum())
     return responses, counts

@@ -108,7 +108,7 @@ class ScriptedTeacher:
             return text
         kind = rng.randrange(3)
         numbers = re.findall(r"-?\d\d+", memory)
-        words = memory.replace("\n", " ").split()
+        words = rng.choice(memory.split("\n")).split()              # a phrase of one of the texts
         if kind == 0:
             return rng.choice(["As my notes say. ", "I remember this task. ", "Memory helps here. "]) + text
         if kind == 1 and len(words) > 9:
