@@ -23,9 +23,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 import records
-from records import BadInput, Episode, JsonlWriter, PROFILES
+from upstream import UpstreamError
+from records import at_least, BadInput, Episode, JsonlWriter, PROFILES
 
 ROOT = Path(__file__).resolve().parent
+HOPELESS = 12           # invalid episodes in a row from the start: the run ends, something is broken that no retry mends
 SLOW_SHARE = 0.5        # of a timed-out episode's seconds: more than this in upstream errors or queueing makes it invalid, not failed
 
 
@@ -33,10 +35,10 @@ class SkillsAdapter:
     """Our skills harness (RPent's shape), run by harness/worker.py."""
     harness = "skills"
 
-    def job(self, spec, base_url, args):
+    def job(self, spec, base_url, args, model):
         """What one attempt needs to know, in plain JSON (harness/skills.py). The planner sees nothing that differs within a group."""
         return {"episode_id": spec["episode_id"], "base_url": base_url,
-                "suite": spec["suite"], "index": spec["index"], "init": spec["init"], "model": "planner",
+                "suite": spec["suite"], "index": spec["index"], "init": spec["init"], "model": model,
                 "max_tokens": args.max_tokens, "turns": args.turns, "seconds": args.seconds,
                 "history_budget": args.history_budget, "pictures": args.pictures, "request_timeout": args.request_timeout,
                 "memory": spec.get("memory"), "memory_write": spec.get("memory_write", False), "video": spec.get("video")}
@@ -172,19 +174,19 @@ def add_rollout_arguments(p, *, sampling, max_tokens=8192):
     """Arguments of every stage that runs episodes; their one source of defaults."""
     g = p.add_argument_group("harness")
     g.add_argument("--harness", choices=sorted(ADAPTERS), default="skills", help="which harness runs the episodes")
-    g.add_argument("--turns", type=int, default=100, help="planner turns per episode (RPent's limit)")
-    g.add_argument("--seconds", type=float, default=7200, help="wall time per episode (s; RPent's limit)")
-    g.add_argument("--history-budget", type=int, default=60_000,
+    g.add_argument("--turns", type=at_least(1), default=100, help="planner turns per episode (RPent's limit)")
+    g.add_argument("--seconds", type=at_least(1.0, float), default=7200, help="wall time per episode (s; RPent's limit)")
+    g.add_argument("--history-budget", type=at_least(1), default=60_000,
                    help="characters of history before the harness edits it (a picture counts 1,000)")
     g.add_argument("--pictures", action="store_true", help="send a picture after each motion (needs a planner that takes pictures)")
-    g.add_argument("--workers", type=int, default=2, help="harness processes")
-    g.add_argument("--concurrency", type=int, default=16,
+    g.add_argument("--workers", type=at_least(1), default=2, help="harness processes")
+    g.add_argument("--concurrency", type=at_least(1), default=16,
                    help="episodes at a time per process (LIBERO allows 1: one environment a process)")
-    g.add_argument("--retries", type=int, default=1, help="times an invalid episode is run again")
+    g.add_argument("--retries", type=at_least(0), default=1, help="times an invalid episode is run again")
     g = p.add_argument_group("generation")
     g.add_argument("--sampling", choices=sorted(PROFILES), default=sampling, help="sampling profile; rl.py accepts 'train' alone")
-    g.add_argument("--max-tokens", type=int, default=max_tokens, help="tokens per response")
-    g.add_argument("--request-timeout", type=float, default=600, help="the harness gives up on one call after this (s)")
+    g.add_argument("--max-tokens", type=at_least(1), default=max_tokens, help="tokens per response")
+    g.add_argument("--request-timeout", type=at_least(1.0, float), default=600, help="the harness gives up on one call after this (s)")
     g.add_argument("--seed", type=int, default=0, help="run seed: with the episode id and the turn it makes each call's own seed")
     g.add_argument("--shard", default=None, metavar="I/N",
                    help="do every Nth episode from the Ith; default: RANK/WORLD_SIZE under torchrun, else all")
@@ -195,9 +197,9 @@ def add_engine_arguments(p):
     g.add_argument("--model", required=True, help="checkpoint folder of the policy (its content gives the policy version)")
     g.add_argument("--engine-url", default=None,
                    help="a running OpenAI-compatible server (vLLM) that serves --model; default: the in-process engine")
-    g.add_argument("--slots", type=int, default=64, help="in-process engine: episodes whose prefix is kept (count)")
-    g.add_argument("--batch", type=int, default=32, help="in-process engine: requests generated together (count)")
-    g.add_argument("--max-length", type=int, default=2048, help="in-process engine: prompt plus response (tokens)")
+    g.add_argument("--slots", type=at_least(1), default=64, help="in-process engine: episodes whose prefix is kept (count)")
+    g.add_argument("--batch", type=at_least(1), default=32, help="in-process engine: requests generated together (count)")
+    g.add_argument("--max-length", type=at_least(2), default=2048, help="in-process engine: prompt plus response (tokens)")
 
 
 def make_upstream(args):
@@ -221,22 +223,34 @@ def parse_suites(text):
     return suites
 
 
-def parse_inits(text):
-    """'1-10,45,100-199' -> [1, …]; duplicates refused."""
+def parse_inits(text, option="--inits"):
+    """'1-10,45,100-199' -> [1, …]; duplicates and backward ranges refused."""
     inits = []
     for part in text.split(","):
         m = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if not m:
-            raise BadInput(f"--inits {text!r}: expected numbers and ranges such as 1-10,45, found {part!r}")
+            raise BadInput(f"{option} {text!r}: expected numbers and ranges such as 1-10,45, found {part!r}")
+        if int(m[2] or m[1]) < int(m[1]):
+            raise BadInput(f"{option} {text!r}: {part.strip()!r} runs backwards")
         inits += range(int(m[1]), int(m[2] or m[1]) + 1)
     if len(set(inits)) != len(inits):
-        raise BadInput(f"--inits {text!r}: a state is named twice")
+        raise BadInput(f"{option} {text!r}: a number stands twice")
     return inits
 
 
 EVALUATION_STATES = range(1, 11)        # of every task: never collected from, never trained on
 MEMORY_STATES = range(0, 1)
 VALIDATION_STATES = range(45, 50)
+
+
+def check_states(specs):
+    """BadInput if a spec names an initial state that its world does not have."""
+    from harness.world import task_list, world_class
+    for suite, index, init in {(s["suite"], s["index"], s["init"]) for s in specs}:
+        try:
+            world_class(suite).check_init(task_list(suite)[index], init)
+        except ValueError as e:
+            raise BadInput(f"--inits: {e}") from None
 
 
 def refuse_evaluation_states(inits, stage):
@@ -267,7 +281,7 @@ def check_resume(folder, stage, args, policy_version):
     now = json.loads(json.dumps({"stage": stage, "policy_version": policy_version, **vars(args)}, default=str))
     if path.exists():
         before = records.read_json(path)
-        for name in now.keys() | before.keys():
+        for name in ("stage", *sorted(now.keys() | before.keys())):
             if name not in FREE and name not in ("model", "output") and before.get(name) != now.get(name):
                 raise BadInput(f"{folder}: holds a run with {name}={before.get(name)!r}, this command says {now.get(name)!r}; "
                                "repeat the first command, or give another --output")
@@ -281,16 +295,19 @@ def run(args, specs, stage, upstream, enough=None):
     enough(episodes) -> True ends the run early and whole (collect.py's --target-successes). Prints and writes counts; writes the
     manifest unless a STOP file ended the run.
     """
+    if not specs:
+        raise BadInput(f"{stage}: no episode to run; check --suites, --tasks, --inits, --attempts")
+    check_states(specs)
     shard, shards = parse_shard(args.shard)
     folder = Path(args.output) / (f"shard-{shard}-of-{shards}" if shards > 1 else "")
     folder.mkdir(parents=True, exist_ok=True)
-    lock = open(folder / ".lock", "w")                       # held until this process ends, however it ends
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise BadInput(f"{folder}: another process is running there; wait for it, or give another --output") from None
-    check_resume(folder, stage, args, upstream.policy_version)
-    return asyncio.run(_run(args, specs[shard::shards], stage, upstream, enough, folder)), folder
+    with open(folder / ".lock", "w") as lock:                # the system lets go of it when this process ends, however it ends
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise BadInput(f"{folder}: another process is running there; wait for it, or give another --output") from None
+        check_resume(folder, stage, args, upstream.policy_version)
+        return asyncio.run(_run(args, specs[shard::shards], stage, upstream, enough, folder)), folder
 
 
 async def _run(args, specs, stage, upstream, enough, folder):
@@ -302,7 +319,7 @@ async def _run(args, specs, stage, upstream, enough, folder):
     def key(e):
         return (e.task, e.init, e.attempt)
     done = {key(e) for e in episodes if e.valid}
-    failures = collections.Counter(key(e) for e in episodes if not e.valid)
+    failures = collections.Counter()                         # of this command: repeating it tries invalid attempts again
     tries = collections.Counter()                            # how many episode ids each attempt has used up, killed ones included
     if (folder / "arrivals.jsonl").exists():
         for _, row in records.read_jsonl(folder / "arrivals.jsonl", ("episode_id",)):
@@ -314,8 +331,16 @@ async def _run(args, specs, stage, upstream, enough, folder):
 
     def spec_key(s):
         return (f"{s['suite']}/{s['index']}", s["init"], s["attempt"])
-    todo = collections.deque(s for s in specs if spec_key(s) not in done and failures[spec_key(s)] <= args.retries)
-    resumed = len(specs) - len(todo)
+    todo = collections.deque(s for s in specs if spec_key(s) not in done)
+    resumed, already = len(specs) - len(todo), len(episodes)
+    if todo and not (enough and enough(episodes)):
+        for name in ("manifest.json", "report.json"):        # what they say is no longer true
+            (folder / name).unlink(missing_ok=True)
+    if hasattr(upstream, "find_model") and not upstream.model:
+        try:
+            await upstream.find_model()
+        except UpstreamError as e:
+            raise BadInput(f"{stage}: no model server at {upstream.url} ({e})") from None
     # Episode ids recur from stage to stage and round to round; seeds of calls must not.
     proxy = Proxy(upstream, folder, PROFILES[args.sampling], args.max_tokens, f"{stage}/{args.seed}/{getattr(args, 'round', 0)}")
     port = await proxy.start()
@@ -330,8 +355,8 @@ async def _run(args, specs, stage, upstream, enough, folder):
         while True:
             spec = {**spec, "episode_id": f"{name}.r{tries[name]}"}
             tries[name] += 1
-            job = adapter.job(spec, f"http://127.0.0.1:{port}/ep/{spec['episode_id']}/v1", args)
-            outcome = await pool.run(job, args.seconds + 120)
+            job = adapter.job(spec, f"http://127.0.0.1:{port}/ep/{spec['episode_id']}/v1", args, upstream.model)
+            outcome = await pool.run(job, args.seconds + 3 * args.request_timeout + 60)      # one call may be tried three times
             await proxy.settle(spec["episode_id"])
             calls = proxy.take(spec["episode_id"], forget=True)
             episode = adapter.episode(spec, outcome, calls, upstream.policy_version)
@@ -350,6 +375,9 @@ async def _run(args, specs, stage, upstream, enough, folder):
     async def feed():
         nonlocal stopped
         while todo and not stopped:
+            now = episodes[already:]
+            if len(now) >= HOPELESS and not any(e.valid for e in now):
+                return                                       # told below
             if (folder / "STOP").exists() or (Path(args.output) / "STOP").exists():
                 stopped = True
             elif enough and enough(episodes):
@@ -364,7 +392,7 @@ async def _run(args, specs, stage, upstream, enough, folder):
         await proxy.stop()
         writer.close()
         bar.close()
-    valid = [e for e in episodes if e.valid]
+    valid, invalid = [e for e in episodes if e.valid], [e for e in episodes[already:] if not e.valid]
     counts = {"episodes": len(episodes), "valid": len(valid), "successes": sum(e.reward for e in valid), "resumed": resumed,
               "calls": sum(len(e.calls) for e in episodes), "seconds": round(time.monotonic() - began, 1),
               "invalid": dict(collections.Counter(e.reason for e in episodes if not e.valid)),
@@ -374,6 +402,13 @@ async def _run(args, specs, stage, upstream, enough, folder):
     await upstream.close()
     print(f"{stage}: {counts['successes']:.0f} of {counts['valid']} valid episodes succeeded, {len(episodes) - len(valid)} invalid "
           f"{counts['invalid'] or ''}, {counts['calls']} calls, {counts['seconds']} s; ends {counts['ends']}", flush=True)
+    if invalid:
+        why = next((e for e in invalid if e.extra.get("crash") or e.extra.get("detail")), invalid[0])
+        text = (why.extra.get("crash") or why.extra.get("detail") or "").strip().splitlines() or ["no message"]
+        print(f"{stage}: first invalid episode {why.episode_id}: {why.reason}: {text[-1]}", file=sys.stderr)
+    if len(episodes) > already and not any(e.valid for e in episodes[already:]):
+        raise BadInput(f"{stage}: all {len(invalid)} episodes of this command are invalid (infrastructure); mend the cause shown above "
+                       "and repeat the command")
     if stopped:
         print(f"{stage}: ended by a STOP file; delete it and repeat the command to go on")
         return episodes

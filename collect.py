@@ -20,7 +20,7 @@ import copy
 from pathlib import Path
 
 import adapters
-from records import BadInput, Formatter, run_main
+from records import at_least, BadInput, Formatter, run_main
 
 
 def parse_args():
@@ -30,14 +30,16 @@ def parse_args():
     g.add_argument("--suites", default="tabletop_base,tabletop_swap,tabletop_task", help="suites, comma-separated")
     g.add_argument("--tasks", default=None, help="task indices, e.g. 0-4; default: all of each suite")
     g.add_argument("--inits", default="11-44", help="initial states, e.g. 11-44,100-199 (evaluation states are refused)")
-    g.add_argument("--attempts", type=int, default=1, help="attempts per (task, initial state)")
-    g.add_argument("--target-successes", type=int, default=None, help="stop once so many episodes have succeeded (count); default: run all")
+    g.add_argument("--attempts", type=at_least(1), default=1, help="attempts per (task, initial state)")
+    g.add_argument("--target-successes", type=at_least(1), default=None,
+                   help="stop once so many episodes have succeeded (count); default: run all")
     g = p.add_argument_group("teacher")
     g.add_argument("--teacher", default="scripted", help="'scripted', or the URL of an OpenAI-compatible server")
     g.add_argument("--teacher-name", default="teacher", help="version name recorded for a teacher at a URL")
     g.add_argument("--grasp-skill", type=float, default=1.0, help="scripted: chance of the right grasp offset per pick (0 to 1)")
     g.add_argument("--gives-up", type=float, default=0.1, help="scripted: chance to give up after a failed pick (0 to 1)")
-    g.add_argument("--leans", type=float, default=0.12, help="scripted: chance that a reply leans on memory (0 to 1)")
+    g.add_argument("--leans", type=float, default=0.12,
+                   help="scripted: chance that a reply leans on memory (0 to 1); in 1/12 of it a pick uses remembered coordinates")
     g.add_argument("--no-memory", action="store_true", help="neither write nor read memory")
     adapters.add_rollout_arguments(p, sampling="train")
     args = p.parse_args()
@@ -66,6 +68,11 @@ def explore(args, tasks):
     first = copy.copy(args)
     first.output, first.target_successes = str(Path(args.output) / "explore"), None
     first.grasp_skill, first.leans = 1.0, 0.0        # exploring has all the time it wants; the handicap is for the training states
+    # Every shard explores all tasks for itself: its teacher may need any of them.
+    first.shard = "0/1"
+    shard, shards = adapters.parse_shard(args.shard)
+    if shards > 1:
+        first.output += f"-{shard}"
     specs = [{"suite": s, "index": i, "init": 0, "attempt": 0, "memory": str(memory.resolve()), "memory_write": True} for s, i in tasks]
     adapters.run(first, specs, "explore", make_teacher(first))
     return str(memory.resolve())
@@ -76,7 +83,7 @@ def main():
     inits = adapters.parse_inits(args.inits)
     adapters.refuse_evaluation_states(inits, "collect.py")
     suites = adapters.parse_suites(args.suites)
-    chosen = adapters.parse_inits(args.tasks) if args.tasks else None
+    chosen = adapters.parse_inits(args.tasks, "--tasks") if args.tasks else None
     tasks = [(s, t.index) for s, ts in suites.items() for t in ts if chosen is None or t.index in chosen]
     memory = None if args.no_memory else explore(args, tasks)
     # States outermost: an early stop still has seen every task.
@@ -86,7 +93,9 @@ def main():
     if args.target_successes:
         def enough(episodes):
             return sum(e.reward or 0 for e in episodes) >= args.target_successes
-    adapters.run(args, specs, "collect", make_teacher(args), enough)
+    episodes, _ = adapters.run(args, specs, "collect", make_teacher(args), enough)
+    if enough and not enough(episodes):
+        print(f"collect: fewer than --target-successes {args.target_successes} succeeded in all {len(specs)} episodes")
 
 
 if __name__ == "__main__":

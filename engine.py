@@ -1,14 +1,16 @@
-"""In-process engine on transformers for tiny planners: continuous batching with cached prefixes, the chat-completions face of vLLM.
+"""In-process engine on transformers for tiny planners: continuous batching, cached prefixes, vLLM's chat-completions face.
 
-vLLM is the real engine. This one exists so that the default needs no server: it runs inside the stage that samples, behind the same
-recording proxy, and its replies carry what vLLM's carry (prompt_token_ids, token_ids, processed log-probs, finish_reason, usage).
+vLLM is the real engine. This one exists so that the default needs no server: it runs inside the stage that samples,
+behind the same recording proxy, and its replies carry what vLLM's carry (prompt_token_ids, token_ids, processed
+log-probs, finish_reason, usage).
 
-How it works: a slot is a lane of key/value memory. A finished request leaves its keys and values in its slot, so the next call of the
-same episode (whose prompt extends the last one) computes only its new tokens. Each step is one forward over the waiting prompts, or one
-over all running requests. Transformers' own model code does the forward; only the cache is ours. float32 throughout: recorded
-log-probs agree with the trainer's forward to 1e-4.
+How it works: a slot is a lane of key/value memory, and keeps its content after its request. A new prompt takes over the
+longest prefix that any slot holds, its own last call's or that of another attempt, and computes only the rest. Each step
+is one forward over new prompts, or one over all running requests. Transformers' own model code does the forward; only
+the cache is ours. float32 throughout: recorded log-probs agree with the trainer's forward to 1e-4.
 
-Log-probs are those of the distribution that was sampled from (vLLM's processed_logprobs): penalties, temperature, min-p, top-k, top-p.
+Log-probs are those of the distribution that was sampled from (vLLM's processed_logprobs): penalties, temperature,
+min-p, top-k, top-p. A request whose client leaves ends at the next step. A step that fails fails its own requests only.
 
 Alone it is a small server:
 
@@ -17,11 +19,13 @@ Alone it is a small server:
 
 import argparse
 import asyncio
+import contextlib
 import json
 import queue
 import re
 import threading
 import time
+import traceback
 import uuid
 from pathlib import Path
 
@@ -34,15 +38,34 @@ import records
 from gate import render_prompt
 from upstream import UpstreamError
 
+GREEDY = 1e-5                                            # a temperature below this is argmax, as in vLLM
+
+
+def _number(x):
+    return type(x) in (int, float) and -1e9 < x < 1e9    # no bool, no nan, no infinity
+
+
+FIELDS = {  # request field -> (test, what is expected); null stands for absent
+    "temperature": (lambda x: _number(x) and x >= 0, "a number >= 0"),
+    "top_p": (lambda x: _number(x) and 0 < x <= 1, "a number above 0, at most 1"),
+    "top_k": (lambda x: type(x) is int and x >= -1, "an integer >= 1, or -1 or 0 for all tokens"),
+    "min_p": (lambda x: _number(x) and 0 <= x <= 1, "a number from 0 to 1"),
+    "presence_penalty": (_number, "a number"),
+    "frequency_penalty": (_number, "a number"),
+    "repetition_penalty": (lambda x: _number(x) and x > 0, "a number > 0"),
+    "max_tokens": (lambda x: type(x) is int and x > 0, "a positive integer"),
+    "seed": (lambda x: type(x) is int and x >= 0, "an integer >= 0; without one it is drawn afresh"),
+}
+
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _ARGUMENTS = re.compile(r'^\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"arguments"\s*:\s*(\{.*\})\s*\}$', re.DOTALL)
 _THINK = re.compile(r"^\s*<think>(.*?)</think>", re.DOTALL)
 
 
 def parse_output(text):
-    """Generated text -> (content or None, reasoning or None, tool_calls). Unreadable calls stay in the content, as with vLLM's parsers.
+    """Generated text -> (content or None, reasoning or None, tool_calls). Unreadable calls stay content, as in vLLM.
 
-    `arguments` is the exact substring that was generated, so that the history re-renders to the same text wherever it is canonical JSON.
+    `arguments` is the exact substring generated: the history re-renders to the same text wherever that is canonical JSON.
     """
     reasoning = None
     if m := _THINK.match(text):
@@ -56,21 +79,21 @@ def parse_output(text):
         except ValueError:
             return text, reasoning, []
         calls.append((parts[1], parts[2]))
-    if calls and (_TOOL_CALL.sub("", text[text.index("<tool_call>"):]).strip() or text.count("<tool_call>") != len(calls)):
-        return text, reasoning, []                       # text after or between calls, or a call left open: not what the model was taught
-    content = text[:text.index("<tool_call>")] if calls else text
-    return content or None, reasoning, calls
+    content, mark, rest = text.partition("<tool_call>")
+    if calls and (_TOOL_CALL.sub("", mark + rest).strip() or text.count(mark) != len(calls)):
+        return text, reasoning, []                       # text after or between calls, or a call left open: not as taught
+    return (content if calls else text) or None, reasoning, calls
 
 
 def _grouped_attention(module, query, key, value, attention_mask, scaling=None, **_):
-    """Grouped-query attention without copying keys to every query head: the heads of a group become extra query positions.
+    """Grouped-query attention without copying keys to every query head: a group's heads become extra query positions.
 
-    query (B, heads, Q, D), key and value (B, kv, T, D), attention_mask (B, 1, Q, T) bool -> (B, Q, heads, D)
+    query (B, heads, Q, D), key and value (B, kv, T, D), attention_mask (B, 1, Q, T) added -> (B, Q, heads, D)
     """
     B, heads, Q, D = query.shape
     kv = key.shape[1]
-    query = query.reshape(B, kv, heads // kv * Q, D)                                                                 # (B, kv, G*Q, D)
-    mask = attention_mask.expand(B, 1, Q, key.shape[2]).repeat(1, 1, heads // kv, 1)                                 # (B, 1, G*Q, T)
+    query = query.reshape(B, kv, heads // kv * Q, D)                                     # (B, kv, G*Q, D)
+    mask = attention_mask.repeat(1, 1, heads // kv, 1)                                   # (B, 1, G*Q, T)
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(B, heads, Q, D).transpose(1, 2).contiguous(), None
 
@@ -79,27 +102,32 @@ AttentionInterface.register("grouped", _grouped_attention)
 
 
 class _SlotCache:
-    """Key/value memory of all slots, seen by transformers as its cache: `update` writes the new positions, returns the rows in use.
+    """Key/value memory of all slots, as transformers' cache: `update` writes the new positions, returns the rows in use.
 
-    keys[l], values[l]: (slots, kv_heads, max_length, head_dim). A batch is described by `rows` (B,), `positions` (B, Q), `width`.
+    keys[l], values[l]: (slots, kv_heads, max_length, head_dim). A batch is described by `rows` (B,), `positions` (B, Q),
+    and `width`: all positions below it are returned.
     """
     is_compileable = False
 
     def __init__(self, config, slots, max_length):
-        kv, dim = config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (slots, kv, max_length, dim)
+        kv, heads = config.num_key_value_heads, config.num_attention_heads
+        shape = (slots, kv, max_length, getattr(config, "head_dim", None) or config.hidden_size // heads)
         self.keys = [torch.zeros(shape) for _ in range(config.num_hidden_layers)]
         self.values = [torch.zeros(shape) for _ in range(config.num_hidden_layers)]
         self.rows = self.positions = None
         self.width = 0
 
     def update(self, key, value, layer, *_, **__):
-        # key (B, kv_heads, Q, head_dim) -> written at (row, :, position), then all positions below `width` of these rows
-        K, V = self.keys[layer], self.values[layer]
-        index = (self.rows[:, None], slice(None), self.positions)
-        K[index] = key.transpose(1, 2)
-        V[index] = value.transpose(1, 2)
-        return (K.narrow(2, 0, self.width).index_select(0, self.rows), V.narrow(2, 0, self.width).index_select(0, self.rows))
+        """key, value (B, kv_heads, Q, head_dim) -> (B, kv_heads, width, head_dim) each"""
+        out = []
+        for memory, x in ((self.keys[layer], key), (self.values[layer], value)):
+            memory[self.rows[:, None], :, self.positions] = x.transpose(1, 2)
+            out.append(memory.narrow(2, 0, self.width).index_select(0, self.rows))       # (B, kv_heads, width, head_dim)
+        return out
+
+    def copy(self, source, slot, length):
+        for memory in self.keys + self.values:
+            memory[slot, :, :length] = memory[source, :, :length]
 
     def get_seq_length(self, *_):
         return 0                                         # positions are given explicitly
@@ -111,15 +139,26 @@ class _SlotCache:
 class _Request:
     def __init__(self, prompt, sampling, max_tokens, seed, done):
         self.prompt, self.sampling, self.max_tokens, self.done = prompt, sampling, max_tokens, done
-        self.uniform = np.random.default_rng(seed).random(max_tokens)       # one number per token: batching cannot change a sample
-        self.ids, self.logprobs, self.slot, self.computed = [], [], None, 0
+        self.uniform = np.random.default_rng(seed).random(max_tokens).tolist()   # one per token: batching cannot change a sample
+        self.ids, self.logprobs, self.slot = [], [], None
+        self.computed, self.pending = 0, prompt          # tokens whose keys the slot holds; tokens that the next step computes
+        self.neutral = sampling == records.TRAIN_SAMPLING
+        self.gone = False                                # set when nobody waits for the reply any more
         self.arrived = self.began = time.perf_counter()
 
 
 class Engine:
-    """`await engine.chat(body)` -> chat.completion dict. Raises UpstreamError(400) for a prompt that does not fit."""
+    """`await engine.chat(body)` -> chat.completion dict. Raises UpstreamError: 400 for a request that cannot be served.
+
+    slots: prefixes kept; batch: requests generated together (both counts); max_length: prompt plus response (tokens).
+    """
 
     def __init__(self, checkpoint, slots=64, batch=32, max_length=2048, threads=1):
+        for name, value in (("--slots", slots), ("--batch", batch), ("--max-length", max_length), ("--threads", threads)):
+            if value < 1:
+                raise records.BadInput(f"{name} {value}: must be at least 1")
+        if batch > slots:
+            raise records.BadInput(f"--batch {batch}: each running request needs a slot, --slots is {slots}; raise it")
         torch.set_num_threads(threads)
         folder = Path(checkpoint)
         self.policy_version = records.policy_version(folder)
@@ -129,44 +168,58 @@ class Engine:
         config = self.net.config
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
-            raise records.BadInput(f"{folder}: the in-process engine serves full attention only, this model has {sorted(kinds)}; use vLLM")
+            raise records.BadInput(f"{folder}: the in-process engine serves full attention only, this model has "
+                                   f"{sorted(kinds)}; use vLLM")
         eos = self.net.generation_config.eos_token_id
         self.eos = set(eos if isinstance(eos, list) else [eos])
         self.max_length = min(max_length, config.max_position_embeddings)
         self.batch, self.cache = batch, _SlotCache(config, slots, self.max_length)
-        self.slot_ids = [[] for _ in range(slots)]       # token ids whose keys and values a slot holds
-        self.slot_used = [0.0] * slots                   # last use, for eviction
-        self.busy = set()
-        self.inbox, self.counts = queue.SimpleQueue(), {"prefilled": 0, "cached": 0, "generated": 0, "steps": 0}
+        self.held = np.full((slots, self.max_length), -1)                # token ids whose keys a slot holds, then -1
+        self.prompts = np.zeros(slots, int)                              # prompt length of a slot's last request
+        self.used = np.zeros(slots)                                      # when a slot was last given back (s)
+        self.free, self.closed = set(range(slots)), False
+        self.inbox = queue.SimpleQueue()
+        self.counts = {"prefilled": 0, "cached": 0, "generated": 0, "steps": 0, "cancelled": 0, "failed": 0}
         self.thread = threading.Thread(target=self._loop, daemon=True, name="engine")
         self.thread.start()
 
     # ------------------------------------------------------------------------------------------ face
 
     async def chat(self, body):
-        tools = body.get("tools") or []
-        kwargs = body.get("chat_template_kwargs") or {}
+        for name, (test, expected) in FIELDS.items():
+            if body.get(name) is not None and not test(body[name]):
+                raise UpstreamError(400, f"{name} must be {expected}, found {str(body[name])[:80]!r}")
         try:
-            prompt = render_prompt(self.tokenizer, body["messages"], tools, kwargs)
-        except (KeyError, TypeError, ValueError, TemplateError) as e:
+            prompt = render_prompt(self.tokenizer, body["messages"], body.get("tools") or [],
+                                   body.get("chat_template_kwargs") or {})
+        except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as e:
             raise UpstreamError(400, f"messages cannot be rendered: {type(e).__name__}: {e}") from None
         limit = min(body.get("max_tokens") or self.max_length, self.max_length - len(prompt) - 1)
         if limit < 1:
             raise UpstreamError(400, f"maximum context length is {self.max_length} tokens, the prompt has {len(prompt)}")
+        if self.closed:
+            raise UpstreamError(503, "the engine is closed")
         loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def done(request, error=None):
             def settle():
                 if not future.done():
                     future.set_exception(error) if error else future.set_result(request)
-            loop.call_soon_threadsafe(settle)
+            with contextlib.suppress(RuntimeError):      # the event loop was closed meanwhile: nobody waits
+                loop.call_soon_threadsafe(settle)
 
-        sampling = {**records.TRAIN_SAMPLING, **{k: body[k] for k in records.TRAIN_SAMPLING if body.get(k) is not None}}
-        self.inbox.put(_Request(prompt, sampling, limit, body.get("seed"), done))
-        request = await future
-        ids = request.ids
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        content, reasoning, calls = parse_output(text)
+        sampling = {k: v if body.get(k) is None else body[k] for k, v in records.TRAIN_SAMPLING.items()}
+        request = _Request(prompt, sampling, limit, body.get("seed"), done)
+        self.inbox.put(request)
+        try:
+            await future
+        finally:
+            request.gone = True                          # cancelled: the loop drops it at its next step
+        return self._reply(request)
+
+    def _reply(self, request):
+        prompt, ids = request.prompt, request.ids
+        content, reasoning, calls = parse_output(self.tokenizer.decode(ids, skip_special_tokens=True))
         message = {"role": "assistant", "content": content}
         if reasoning is not None:
             message["reasoning_content"] = reasoning
@@ -180,9 +233,12 @@ class Engine:
                 "queue_seconds": request.began - request.arrived,
                 "choices": [{"index": 0, "message": message, "finish_reason": finish, "token_ids": ids,
                              "logprobs": {"content": logprobs}}],
-                "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}}
+                "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids),
+                          "total_tokens": len(prompt) + len(ids)}}
 
     async def close(self):
+        """Ends the thread; requests that still run or wait get UpstreamError(503)."""
+        self.closed = True
         self.inbox.put(None)
         await asyncio.to_thread(self.thread.join)
 
@@ -192,124 +248,135 @@ class Engine:
     def _loop(self):
         waiting, running = [], []
         while True:
-            try:
+            with contextlib.suppress(queue.Empty):
                 while True:                              # take all that has arrived; block only when there is nothing to do
                     request = self.inbox.get(block=not (waiting or running))
                     if request is None:
+                        for r in running + waiting:
+                            r.done(r, UpstreamError(503, "the engine was closed"))
                         return
                     waiting.append(request)
-            except queue.Empty:
-                pass
-            try:
-                fresh = []
-                while waiting and len(running) + len(fresh) < self.batch and (slot := self._slot(waiting[0])) is not None:
-                    fresh.append(self._seat(waiting.pop(0), slot))
-                if fresh:
-                    self._forward(fresh)
-                    running += fresh
-                else:
-                    self._forward(running)
-                running = [r for r in running if not self._finished(r)]
-            except Exception as e:                       # one bad step must not hang every episode: they learn of it, and so does the log
-                import traceback
-                traceback.print_exc()
-                for r in running + waiting:
-                    r.done(r, UpstreamError(500, f"engine: {type(e).__name__}: {e}"))
-                    self.busy.discard(r.slot)
-                waiting, running = [], []
+            for r in running:
+                if r.gone:
+                    self._release(r)
+            self.counts["cancelled"] += sum(r.gone for r in running + waiting)
+            running, waiting = [r for r in running if not r.gone], [r for r in waiting if not r.gone]
+            fresh, places = [], self.batch - len(running)
+            if places >= min(len(waiting), max(1, self.batch // 8)):     # under load: fewer and fuller prompt steps
+                fresh, waiting = waiting[:places], waiting[places:]
+            running += fresh
+            if running:
+                self._step(fresh or list(running), fresh)
+            running = [r for r in running if r.slot is not None]
 
-    def _slot(self, request):
-        """The free slot that holds the longest prefix of this prompt; without one, the free slot unused for longest."""
-        best, longest, oldest = None, 0, None
-        for s, ids in enumerate(self.slot_ids):
-            if s in self.busy:
-                continue
-            n = len(ids)
-            if longest < n < len(request.prompt) and ids == request.prompt[:n]:
-                best, longest = s, n
-            if oldest is None or self.slot_used[s] < self.slot_used[oldest]:
-                oldest = s
-        return oldest if best is None else best
+    def _step(self, batch, fresh):
+        """Seats the fresh requests and adds a token to each of the batch. What raises fails this batch and no other:
+        the forward writes to its own slots only. Requests that end lose their slot."""
+        try:
+            for r in fresh:
+                self._seat(r)
+            self._forward(batch)
+            for r in batch:
+                if r.ids[-1] in self.eos or len(r.ids) == r.max_tokens:
+                    self._release(r)
+                    r.done(r)
+        except Exception as e:                           # the clients and the log learn of it
+            traceback.print_exc()
+            for r in batch:
+                if r.slot is not None:
+                    self.held[r.slot] = -1
+                    self._release(r)
+                r.done(r, UpstreamError(500, f"engine: {type(e).__name__}: {e}"))
+            self.counts["failed"] += len(batch)
 
-    def _seat(self, request, slot):
-        held = self.slot_ids[slot]
-        n = len(held)
-        request.computed = n if n < len(request.prompt) and held == request.prompt[:n] else 0
-        request.slot, request.began = slot, time.perf_counter()
-        self.busy.add(slot)
-        self.counts["cached"] += request.computed
-        self.counts["prefilled"] += len(request.prompt) - request.computed
-        return request
+    def _seat(self, r):
+        """Gives the request a free slot that holds the longest prefix of its prompt known in any slot."""
+        prompt = np.array(r.prompt)
+        differs = self.held[:, :len(prompt)] != prompt                                   # (slots, P)
+        differs[:, -1] = True                            # the last token is always computed: its logits are needed
+        shared = differs.argmax(1)                                                       # (slots,) length of the common prefix
+        r.computed = int(shared.max())
+        sources = np.flatnonzero(shared == r.computed)
+        # Take over a slot whose whole last prompt is in ours (our own last call); else copy into the one unused for longest.
+        own = [s for s in sources if s in self.free and r.computed >= self.prompts[s]]
+        r.slot = int(own[0]) if own else min(self.free, key=self.used.__getitem__)
+        self.free.remove(r.slot)
+        self.held[r.slot, r.computed:] = -1              # forgotten before the forward overwrites them
+        if not own:
+            self.cache.copy(int(sources[0]), r.slot, r.computed)
+            self.held[r.slot, :r.computed] = prompt[:r.computed]
+        self.prompts[r.slot], r.pending, r.began = len(prompt), r.prompt[r.computed:], time.perf_counter()
+        if not r.neutral:
+            r.said = torch.zeros(self.net.config.vocab_size)                             # (V,) times a token was generated
+            r.read = torch.zeros(self.net.config.vocab_size, dtype=torch.bool)           # (V,) stands in the prompt
+            r.read[r.prompt] = True
+        self.counts["cached"] += r.computed
+        self.counts["prefilled"] += len(r.pending)
+
+    def _release(self, r):
+        self.used[r.slot] = time.perf_counter()
+        self.free.add(r.slot)
+        r.slot = None
 
     def _forward(self, batch):
-        """One forward over B requests (new prompt tokens, or the last sampled one), then one sampled token each."""
-        new = [(r.prompt + r.ids)[r.computed:] for r in batch]
-        Q = max(map(len, new))
-        # A padding query sits at the position after its row's last token: that place is rewritten before anyone may attend to it.
-        ids = torch.tensor([x + [0] * (Q - len(x)) for x in new])                                                    # (B, Q)
-        positions = torch.tensor([[r.computed + min(j, len(x)) for j in range(Q)]
-                                  for r, x in zip(batch, new, strict=True)])                                         # (B, Q)
-        rows, width = torch.tensor([r.slot for r in batch]), int(positions.max()) + 1
-        self.cache.rows, self.cache.positions, self.cache.width = rows, positions, width
-        mask = (torch.arange(width)[None, None, None, :] <= positions[:, None, :, None])                             # (B, 1, Q, width)
-        hidden = self.net.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache,
-                                use_cache=True).last_hidden_state                                                    # (B, Q, H)
-        last = torch.tensor([len(x) - 1 for x in new])
-        logits = self.net.lm_head(hidden[torch.arange(len(batch)), last]).float()                                    # (B, V)
-        log_q = self._processed(batch, logits)                                                                       # (B, V)
-        chosen = self._choose(batch, log_q)                                                                          # (B,)
-        values = log_q.gather(1, chosen[:, None])[:, 0].tolist()
-        for r, x, token, value in zip(batch, new, chosen.tolist(), values, strict=True):
-            r.computed += len(x)
+        """One forward over the pending tokens of B requests, then one sampled token each."""
+        new = np.array([len(r.pending) for r in batch])                                  # (B,)
+        start = np.array([r.computed for r in batch])                                    # (B,)
+        Q, width = int(new.max()), int((start + new).max()) + 1
+        ids = np.zeros((len(batch), Q), int)                                             # (B, Q)
+        for row, r in zip(ids, batch, strict=True):
+            row[:len(r.pending)] = r.pending
+        # A padding query sits right after its row's last token: that place is rewritten before anyone may attend to it.
+        positions = torch.from_numpy(start[:, None] + np.minimum(np.arange(Q), new[:, None]))                # (B, Q)
+        ahead = torch.arange(width) > positions[:, None, :, None]                        # (B, 1, Q, width)
+        mask = torch.zeros(ahead.shape).masked_fill_(ahead, -torch.inf)                  # made here once, not in every layer
+        self.cache.rows, self.cache.positions = torch.tensor([r.slot for r in batch]), positions
+        self.cache.width = width
+        hidden = self.net.model(input_ids=torch.from_numpy(ids), attention_mask=mask, position_ids=positions,
+                                past_key_values=self.cache, use_cache=True).last_hidden_state                # (B, Q, H)
+        logits = self.net.lm_head(hidden[torch.arange(len(batch)), torch.from_numpy(new - 1)])               # (B, V)
+        log_q = torch.log_softmax(logits, -1)                                            # (B, V)
+        shaped = [i for i, r in enumerate(batch) if not r.neutral]
+        if shaped:
+            log_q[shaped] = self._processed([batch[i] for i in shaped], logits[shaped])
+        chosen = self._choose(batch, log_q)                                              # (B,)
+        values = log_q.gather(1, chosen[:, None])[:, 0].clamp(max=0)                     # (B,)
+        for r, token, value in zip(batch, chosen.tolist(), values.tolist(), strict=True):
+            self.held[r.slot, r.computed:r.computed + len(r.pending)] = r.pending        # not the token just sampled: it has no key yet
+            r.computed += len(r.pending)
+            r.pending = [token]
             r.ids.append(token)
-            r.logprobs.append(min(value, 0.0))
+            r.logprobs.append(value)
+            if not r.neutral:
+                r.said[token] += 1
         self.counts["steps"] += 1
         self.counts["generated"] += len(batch)
 
     def _processed(self, batch, logits):
         """(B, V) logits -> log-probs of the sampled distribution, in vLLM's order: penalties, temperature, min-p, top-k, top-p."""
-        neutral = records.TRAIN_SAMPLING
-        if all(r.sampling == neutral for r in batch):
-            return torch.log_softmax(logits, -1)
-        rows = []
-        for r, x in zip(batch, logits.clone(), strict=True):                                                         # x (V,)
-            s = r.sampling
-            out = torch.bincount(torch.tensor(r.ids, dtype=torch.long), minlength=len(x))
-            if s["repetition_penalty"] != 1:
-                seen = torch.bincount(torch.tensor(r.prompt + r.ids), minlength=len(x)) > 0
-                x = torch.where(seen, torch.where(x > 0, x / s["repetition_penalty"], x * s["repetition_penalty"]), x)
-            x = x - s["frequency_penalty"] * out - s["presence_penalty"] * (out > 0)
-            if s["temperature"] > 0:
-                x = x / s["temperature"]
-            if s["min_p"] > 0:
-                p = x.softmax(-1)
-                x = x.masked_fill(p < s["min_p"] * p.max(), -torch.inf)
-            if s["top_k"] and s["top_k"] > 0:
-                x = x.masked_fill(x < x.topk(min(s["top_k"], len(x))).values[-1], -torch.inf)
-            if s["top_p"] < 1:
-                p, order = x.softmax(-1).sort(descending=True)
-                cut = p.cumsum(-1) - p >= s["top_p"]                     # keep the smallest set whose mass reaches top_p
-                x = x.masked_fill(torch.zeros_like(cut).scatter(0, order, cut), -torch.inf)
-            rows.append(torch.log_softmax(x, -1))
-        return torch.stack(rows)
+        s = {k: torch.tensor([[float(r.sampling[k])] for r in batch]) for k in records.TRAIN_SAMPLING}       # (B, 1) each
+        said, read = torch.stack([r.said for r in batch]), torch.stack([r.read for r in batch])              # (B, V)
+        x, repeat, V = logits, s["repetition_penalty"], logits.shape[1]
+        x = torch.where(read | (said > 0), torch.where(x > 0, x / repeat, x * repeat), x)                    # (B, V)
+        x = x - s["frequency_penalty"] * said - s["presence_penalty"] * (said > 0)
+        x = x / torch.where(s["temperature"] < GREEDY, 1.0, s["temperature"])
+        p = x.softmax(-1)                                                                # (B, V)
+        x = x.masked_fill(p < s["min_p"] * p.amax(-1, keepdim=True), -torch.inf)
+        ordered, order = x.sort(descending=True)                                         # (B, V) each
+        k = torch.where(s["top_k"] < 1, V, s["top_k"]).clamp(max=V).long()               # (B, 1)
+        cut = ordered < ordered.gather(1, k - 1)                                         # (B, V)
+        p = ordered.masked_fill(cut, -torch.inf).softmax(-1)
+        cut |= (p.cumsum(-1) - p >= s["top_p"]) & (s["top_p"] < 1)                       # keep the smallest set that reaches top_p
+        return x.masked_fill(torch.zeros_like(cut).scatter(1, order, cut), -torch.inf).log_softmax(-1)
 
     def _choose(self, batch, log_q):
-        """Inverse-CDF sampling with each request's own uniform numbers; argmax at temperature 0. -> (B,) token ids"""
-        u = torch.tensor([[r.uniform[len(r.ids)]] for r in batch])                                                   # (B, 1) float64
-        cdf = log_q.double().exp().cumsum(-1)                                                                        # (B, V)
+        """Inverse-CDF sampling with each request's own uniform numbers; argmax when greedy. -> (B,) token ids"""
+        u = torch.tensor([[r.uniform[len(r.ids)]] for r in batch], dtype=torch.float64)  # (B, 1)
+        cdf = log_q.double().exp().cumsum(-1)                                            # (B, V)
         # first token with cdf > u * total: never one of probability 0, since its cdf does not rise
-        sampled = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)[:, 0].clamp(max=log_q.shape[1] - 1)
-        greedy = torch.tensor([r.sampling["temperature"] == 0 for r in batch])
+        sampled = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)[:, 0].clamp(max=log_q.shape[1] - 1)   # (B,)
+        greedy = torch.tensor([r.sampling["temperature"] < GREEDY for r in batch])       # (B,)
         return torch.where(greedy, log_q.argmax(-1), sampled)
-
-    def _finished(self, r):
-        if r.ids[-1] not in self.eos and len(r.ids) < r.max_tokens:
-            return False
-        self.slot_ids[r.slot] = (r.prompt + r.ids)[:r.computed]          # the last sampled token has no key yet: the next call computes it
-        self.slot_used[r.slot] = time.perf_counter()
-        self.busy.discard(r.slot)
-        r.done(r)
-        return True
 
 
 # ---------------------------------------------------------------------------------------------- alone: a small server
@@ -319,20 +386,28 @@ async def serve(engine, port):
 
     async def completions(request):
         try:
-            return web.json_response(await engine.chat(await request.json()))
+            body = await request.json()
+            if not isinstance(body, dict):
+                raise UpstreamError(400, "the body must be a JSON object")
+            return web.json_response(await engine.chat(body))
+        except ValueError as e:
+            error = UpstreamError(400, f"the body is not JSON: {e}")
         except UpstreamError as e:
-            return web.json_response({"error": {"message": e.message, "type": "engine", "code": e.status}}, status=e.status)
+            error = e
+        detail = {"message": error.message, "type": "engine", "code": error.status}
+        return web.json_response({"error": detail}, status=error.status)
 
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post("/v1/chat/completions", completions)
     models = {"object": "list", "data": [{"id": engine.model_name, "object": "model"}]}
     app.router.add_get("/v1/models", lambda _: web.json_response(models))
     app.router.add_get("/health", lambda _: web.json_response({"status": "ok", "policy_version": engine.policy_version}))
-    runner = web.AppRunner(app, access_log=None)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)     # a client that leaves ends its call
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", port)
     await site.start()
-    print(f"engine: {engine.model_name} (policy {engine.policy_version}) on http://127.0.0.1:{runner.addresses[0][1]}/v1", flush=True)
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    print(f"engine: {engine.model_name} (policy {engine.policy_version}) on {url}", flush=True)
     await asyncio.Event().wait()
 
 

@@ -310,7 +310,7 @@ def learning_figure(path, rounds, evaluations):
 
 def run_episodes(args):
     inits, suites = adapters.parse_inits(args.inits), adapters.parse_suites(args.suites)
-    chosen = adapters.parse_inits(args.tasks) if args.tasks else None
+    chosen = adapters.parse_inits(args.tasks, "--tasks") if args.tasks else None
     tasks = [(s, t.index) for s, ts in suites.items() for t in ts if chosen is None or t.index in chosen]
     # Attempts and states outermost: a run that is cut by --limit or STOP has still seen every task.
     specs = [{"suite": s, "index": i, "init": init, "attempt": a}
@@ -332,6 +332,8 @@ def run_episodes(args):
     episodes, folder = adapters.run(args, specs, "eval", upstream)
     if not (folder / "manifest.json").exists():      # a STOP file ended the run; adapters.run has said so
         return
+    if args.video and not Path(film[0]["video"]).exists():
+        print(f"note: {args.video} had been run before, so nothing was filmed; give another --output")
     kept, replaced = one_per_attempt(episodes, folder)
     path, seconds = folder / "report.json", round(time.monotonic() - began, 1)
     if path.exists():                                # a finished command was repeated: it ran nothing

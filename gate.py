@@ -4,7 +4,8 @@ A response is only worth training on under the very context it was sampled in. S
 tools and pictures of each call with the checkpoint's own tokenizer and chat template; where the result is not
 the recorded prompt, the call's weight is 0.
 
-Reads   DIR/calls.jsonl, DIR/images/, the tokenizer and chat template of a checkpoint (no weights)
+Reads   DIR/calls.jsonl, DIR/images/ (or those of its shards), the tokenizer and chat template of a checkpoint
+        (no weights)
 Writes  DIR/gate-report.json: counts, share of mismatches, histogram of causes, explanations, the gated call_ids
 Exit    0; 3 when the share of mismatches is above --max-mismatch (a wrong template or a changed harness: stop
         and look, do not train on what is left); 2 on bad input. Incomplete calls (records.call_problem) are
@@ -34,7 +35,7 @@ from pathlib import Path
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
-from records import BadInput, Formatter, ImageStore, call_problem, read_calls, run_main, write_json
+from records import BadInput, Formatter, ImageStore, call_problem, folders, read_calls, run_main, write_json
 
 WINDOW = 16                      # tokens shown before and after the first difference
 RESERVED = {"tokenize", "chat_template", "tools", "conversation", "documents", "return_dict", "continue_final_message"}
@@ -76,7 +77,7 @@ def load_tokenizer(checkpoint):
 
 
 def _arguments(value):
-    """Arguments of a tool call as a template sees them: an object; invalid or non-object JSON becomes {} (as in vLLM)."""
+    """Arguments of a tool call as a template sees them: an object; invalid or non-object JSON becomes {} (as vLLM)."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -96,8 +97,8 @@ def _only_text(parts):
 def normalise(messages):
     """OpenAI chat messages -> the messages a template is given. The input is left as it is.
 
-    Tool-call arguments become objects, empty tool_calls and missing content vanish, text parts of tool results are joined
-    by a newline, and reasoning stands under both of its names.
+    Tool-call arguments become objects, empty tool_calls and missing content vanish, text parts of tool results are
+    joined by a newline, and reasoning stands under both of its names.
     """
     out = []
     for m in messages:
@@ -200,7 +201,7 @@ def check(tokenizer, call, images=None):
         ids = render_prompt(tokenizer, call.messages, call.tools, call.chat_template_kwargs, images)
     except MissingPicture as e:
         return Mismatch("picture", str(e))
-    except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as e:      # one broken record stops no round
+    except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as e:    # one broken record stops no round
         return Mismatch("template", f"the template cannot render this call: {type(e).__name__}: {e}")
     if ids == call.prompt_token_ids:
         return None
@@ -261,10 +262,11 @@ def _try_text(tokenizer, messages, tools, kwargs, generation_prompt):
 
 # ---------------------------------------------------------------------------------------------- the command
 
-def gate_calls(tokenizer, calls, images=None):
-    """Iterable of Calls -> (report, {call_id: Mismatch}). Incomplete calls are counted by reason and not compared."""
+def gate_calls(tokenizer, calls):
+    """Iterable of (Call, ImageStore or None) -> (report, {call_id: Mismatch}). Incomplete calls are counted by reason
+    and not compared."""
     counts, incomplete, causes, gated = Counter(), Counter(), Counter(), {}
-    for call in calls:
+    for call, images in calls:
         counts["calls"] += 1
         problem = call_problem(call)
         if problem:
@@ -287,7 +289,7 @@ def gate_calls(tokenizer, calls, images=None):
 
 def parse_args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
-    p.add_argument("--calls", required=True, help="folder with calls.jsonl and images/")
+    p.add_argument("--calls", required=True, help="folder with calls.jsonl and images/, sharded or not")
     p.add_argument("--model", required=True, help="checkpoint whose tokenizer and chat template render the prompts")
     p.add_argument("--max-mismatch", type=float, default=0.01,
                    help="share of compared calls (0 to 1) above which the exit code is 3")
@@ -303,10 +305,12 @@ def main():
     folder = Path(args.calls)
     output = Path(args.output or folder / "gate-report.json")
     tokenizer = load_tokenizer(args.model)
-    report, gated = gate_calls(tokenizer, read_calls(folder / "calls.jsonl"), ImageStore(folder / "images"))
+    report, _ = gate_calls(tokenizer, ((call, ImageStore(part / "images")) for part in folders(folder)
+                                       for call in read_calls(part / "calls.jsonl")))
     if not report["compared"]:
-        raise BadInput(f"{folder}/calls.jsonl: none of {report['calls']} calls is complete "
-                       f"{report['incomplete_reasons']}; a scripted teacher records no token ids, gate the calls of a model")
+        raise BadInput(f"{folder}: none of {report['calls']} calls is complete "
+                       f"{report['incomplete_reasons']}; a scripted teacher records no token ids, gate the calls of a "
+                       "model")
     write_json(output, {"arguments": vars(args), **report})
     print(f"gate: {report['calls']} calls | {report['incomplete']} incomplete {report['incomplete_reasons'] or ''} | "
           f"{report['compared']} compared | {report['mismatched']} mismatched ({report['mismatch_share']:.2%})")

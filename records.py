@@ -24,9 +24,7 @@ from pathlib import Path
 
 # Closed lists (SPEC.md, DESIGN.md): a name outside them is a programming error.
 ENDS = ("finish", "text", "turns", "time", "unrecoverable", "malformed", "infrastructure")
-REASONS = (  # why an episode is invalid; null for valid ones
-    "simulator_crash", "worker_lost", "worker_timeout", "model_server", "incomplete_record", "start_state", "interrupted",
-)
+REASONS = ("simulator_crash", "worker_lost", "worker_timeout", "model_server", "incomplete_record")    # why an episode is invalid
 TRAIN_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0,
                   "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 PROFILES = {  # `sampling` of a run; the proxy sends every field explicitly
@@ -349,6 +347,17 @@ def save_args(folder, stage, args):
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """--help shows the script's docstring as written and every default."""
+
+
+def at_least(low, kind=int):
+    """argparse type: a number of `kind` that is at least `low`."""
+    def parse(text):
+        value = kind(text)
+        if not value >= low:
+            raise argparse.ArgumentTypeError(f"expected at least {low}, found {text}")
+        return value
+    parse.__name__ = kind.__name__                              # argparse names it when `kind` itself refuses
+    return parse
 
 
 def run_main(main):

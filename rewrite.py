@@ -6,7 +6,8 @@ for evidence that the answer leans on what was removed (evidence.py: word, quote
 the answer a target, rewrites it first, or keeps it as history only. Outcomes: kept, rewritten, history_only and
 dropped (by reason); they add up to the number of calls read.
 
-Reads   TEACHER/{calls,episodes}.jsonl, the tokenizer and chat template of the student checkpoint
+Reads   TEACHER/{calls,episodes}.jsonl (or those of its shards), the tokenizer and chat template of the student
+        checkpoint
 Writes  OUTPUT/sft.jsonl            messages, tools, message, prompt_token_ids, token_ids (with end token), source, …
         OUTPUT/rewrite-report.json  counts per evidence and outcome, per-episode numbers, an example per evidence
         OUTPUT/manifest.json        last. Repeating the command does the same work again (deterministic)
@@ -38,11 +39,12 @@ from pathlib import Path
 
 from jinja2.exceptions import TemplateError
 
+import adapters
 import gate
 from evidence import (REWRITERS, Dependence, arguments_survive, arguments_text, judge, numbers_in, reasoning_keys,
                       rewrite_by_rules, text_of, texts_of)
-from records import (BadInput, Formatter, JsonlWriter, read_calls, read_episodes, run_main, save_args, write_json,
-                     write_manifest)
+from records import (BadInput, Formatter, JsonlWriter, folders, read_calls, read_episodes, run_main, save_args,
+                     write_json, write_manifest)
 
 MEMORY_PREFIX = "memory_"                                  # tools whose name starts so are the teacher's alone
 NORMAL_ENDS = ("finish", "text")
@@ -245,7 +247,7 @@ def episode_rows(episode, calls, tokenizer, args, report):
             continue
         messages, tools, dependence = history.context(call)
         student, evidence, verdict, memory_calls = history.answer(call.message, dependence)
-        late = episode.success_turn is not None and call.turn > episode.success_turn
+        late = adapters.post_success(episode, call)
         if late and not (args.after_success == "finish" and is_end(call.message, episode)):
             report.outcomes["dropped: after_success"] += 1
             continue
@@ -284,8 +286,9 @@ def episode_rows(episode, calls, tokenizer, args, report):
             report.numbers["extends_previous" if prompt[:len(previous)] == previous else "new_prefix"] += 1
         previous = ids
         rows.append({"episode_id": episode.episode_id, "call_id": call.call_id, "turn": call.turn,
-                     "task": episode.task, "source": source, "evidence": evidence, "messages": messages, "tools": tools,
-                     "message": student, "chat_template_kwargs": kwargs, "prompt_token_ids": prompt, "token_ids": target})
+                     "task": episode.task, "source": source, "evidence": evidence, "messages": messages,
+                     "tools": tools, "message": student, "chat_template_kwargs": kwargs, "prompt_token_ids": prompt,
+                     "token_ids": target})
     report.targets[len(rows)] += 1
     report.numbers["history_unmatched"] += history.unmatched
     return rows
@@ -303,21 +306,22 @@ def unusable(episode):
 def all_rows(teacher, tokenizer, args, report):
     """Yields the rows of every usable episode, in the order in which episodes are complete in calls.jsonl.
 
-    Calls are held only until their episode is complete, so memory does not grow with the file.
+    teacher: a run folder, sharded or not. Calls are held only until their episode is complete, so memory does not grow
+    with the files.
     """
-    calls_path, episodes_path = teacher / "calls.jsonl", teacher / "episodes.jsonl"
+    parts = folders(teacher)
     episodes, reasons, usable = {}, {}, 0
-    for e in read_episodes(episodes_path):
+    for path, e in ((f / "episodes.jsonl", e) for f in parts for e in read_episodes(f / "episodes.jsonl")):
         if e.episode_id in episodes:
-            raise BadInput(f"{episodes_path}: episode {e.episode_id} stands there twice; delete one of the two lines")
+            raise BadInput(f"{path}: episode {e.episode_id} stands there twice; delete one of the two lines")
         reason = unusable(e)
         usable += reason is None
         if reason is None and args.limit_episodes and usable > args.limit_episodes:
             reason = "episode_limit"
         episodes[e.episode_id], reasons[e.episode_id] = e, reason
     report.numbers["episodes"] = len(episodes)
-    pending = {}
-    for call in read_calls(calls_path):
+    pending, done = {}, set()
+    for path, call in ((f / "calls.jsonl", c) for f in parts for c in read_calls(f / "calls.jsonl")):
         episode = episodes.get(call.episode_id)
         reason = "no_episode" if episode is None else reasons[call.episode_id]
         if reason is None and call.call_id not in episode.calls:
@@ -326,17 +330,18 @@ def all_rows(teacher, tokenizer, args, report):
             report.outcomes[f"dropped: {reason}"] += 1
             continue
         held = pending.setdefault(call.episode_id, {})
-        if call.call_id in held:
-            raise BadInput(f"{calls_path}: call {call.call_id} stands there twice; delete one of the two lines")
+        if call.call_id in held or call.episode_id in done:
+            raise BadInput(f"{path}: call {call.call_id} stands there twice; delete one of the two lines")
         held[call.call_id] = call
         if len(held) < len(episode.calls):
             continue
         try:
             yield from episode_rows(episode, list(held.values()), tokenizer, args, report)
         except (KeyError, TypeError, AttributeError) as e:
-            raise BadInput(f"{calls_path}: episode {call.episode_id}: a message or tool is not in OpenAI's chat "
+            raise BadInput(f"{path}: episode {call.episode_id}: a message or tool is not in OpenAI's chat "
                            f"format ({type(e).__name__}: {e})") from e
         del pending[call.episode_id]
+        done.add(call.episode_id)
     for held in pending.values():                          # the episode lists calls that the file does not hold
         report.outcomes["dropped: episode_incomplete"] += len(held)
 
@@ -346,7 +351,7 @@ def all_rows(teacher, tokenizer, args, report):
 def parse_args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     g = p.add_argument_group("files")
-    g.add_argument("--teacher", required=True, help="folder with the teacher's calls.jsonl and episodes.jsonl")
+    g.add_argument("--teacher", required=True, help="folder of the teacher's run, sharded or not")
     g.add_argument("--student", required=True, help="checkpoint whose tokenizer and chat template make the rows")
     g.add_argument("--output", required=True, help="folder to write")
     g = p.add_argument_group("method")

@@ -1,6 +1,7 @@
 """Stage 2, one round of multi-turn RL: from recorded groups of attempts to the next checkpoint (SPEC.md §2, loss.py).
 
-Reads   round-i/ folders (rollout.py), the checkpoint that played them, and state/ of the round before
+Reads   round-i/ folders (rollout.py; sharded ones as they are), the checkpoint that played them, and state/ of the
+        round before
 Writes  OUTPUT/  a Hugging Face checkpoint · metrics.jsonl · state/ (float32 weights, optimizer state) · manifest.json
         OUTPUT/batch/  what was trained, as tensors, and an index of it
         OUTPUT/round.json  counts; "trained": false when every group is equal: then there is no new checkpoint
@@ -12,10 +13,12 @@ Departures from the paper, or choices where it is silent (SPEC.md marks them "ou
  4. Episodes, not responses, are shuffled into batches; an episode's responses stay together up to the batch border.
  5. The schedule runs over all rounds, and AdamW's moments and step count carry over.
 
-A round is short: killed, the same command repeats its update, from batch/ if that is whole; finished, it says so and exits 0.
+An attempt that infrastructure spoiled is run again by rollout.py; its valid try is taken. A round is short: killed, the
+same command repeats its update, from batch/ if that is whole; finished, it says so and exits 0.
 
     python rl.py --model run/sft-ckpt --rollouts run/round-1 --output run/rl-1 --round 1 --rounds 6
-    torchrun --nproc_per_node 8 rl.py --model run/rl-1 --previous run/rl-1 --rollouts run/round-2 --output run/rl-2 --round 2
+    torchrun --nproc_per_node 8 rl.py --model run/rl-1 --previous run/rl-1 --rollouts run/round-2 \\
+        --output run/rl-2 --round 2 --rounds 6
 """
 
 import argparse
@@ -28,11 +31,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
+import adapters
 import loss
 import trainer
+from batches import Responses, merge_prefix, shuffled
 from records import (
-    TRAIN_SAMPLING, BadInput, Formatter, ImageStore, call_problem, policy_version, read_calls, read_episodes, read_json,
-    run_main, save_args, sha256_file, write_json, write_manifest)
+    TRAIN_SAMPLING, BadInput, Formatter, ImageStore, call_problem, folders, policy_version, read_calls, read_episodes,
+    read_json, run_main, save_args, sha256_file, write_json, write_manifest)
 
 # counts of the round that each step's row of metrics.jsonl repeats
 ROUND_METRICS = ("reward", "gate_mismatch", "groups_used", "groups_equal", "groups_too_small")
@@ -41,7 +46,7 @@ ROUND_METRICS = ("reward", "gate_mismatch", "groups_used", "groups_equal", "grou
 def parse_args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     p.add_argument("--model", required=True, help="the checkpoint that played the round")
-    p.add_argument("--rollouts", required=True, nargs="+", help="this round's folders (calls.jsonl, episodes.jsonl)")
+    p.add_argument("--rollouts", required=True, nargs="+", help="this round's folders, sharded or not")
     p.add_argument("--output", required=True, help="checkpoint folder to write")
     trainer.add_arguments(p, lr=1e-6, global_batch=128)
     g = p.add_argument_group("rl")
@@ -50,8 +55,10 @@ def parse_args():
     g.add_argument("--previous", help="OUTPUT of the round before, for its state/; required from round 2 on")
     g.add_argument("--fresh-optimizer", action="store_true", help="start without the state of the round before")
     g.add_argument("--steps-per-round", type=int, help="cut the round into so many steps instead of --global-batch")
-    g.add_argument("--max-responses", type=int, default=16, help="trained responses per episode, others drawn out (count)")
-    g.add_argument("--max-mismatch", type=float, default=0.01, help="stop when the gate rejects more of the calls (0 to 1)")
+    g.add_argument("--max-responses", type=int, default=16,
+                   help="trained responses per episode, others drawn out (count)")
+    g.add_argument("--max-mismatch", type=float, default=0.01,
+                   help="stop when the gate rejects more of the calls (0 to 1)")
     g.add_argument("--eps-lo", type=float, default=loss.EPS_LO, help="clip of the ratio below 1")
     g.add_argument("--eps-hi", type=float, default=loss.EPS_HI, help="clip of the ratio above 1")
     g.add_argument("--dual-clip", type=float, default=loss.D, help="d, bound of a negative advantage's loss")
@@ -74,9 +81,10 @@ def parse_args():
 # ---------------------------------------------------------------------------------------------- data
 
 def read_data(args, version):
-    """The round's folders -> (episodes, {call_id: Call}, {call_id: ImageStore}, counts). Refuses another policy's episodes."""
-    episodes, calls, stores, counts, seen = [], {}, {}, Counter(), set()
-    for folder in map(Path, args.rollouts):
+    """The round's folders -> (episodes, {call_id: Call}, {call_id: ImageStore}, counts): one episode per attempt, its
+    valid try if it has one, else its last. Refuses another policy's episodes."""
+    attempts, listed, calls, stores, counts = {}, set(), {}, {}, Counter(episodes_run_again=0)
+    for folder in (f for path in args.rollouts for f in folders(path)):
         store = ImageStore(folder / "images")
         for call in read_calls(folder / "calls.jsonl"):
             if call.call_id in calls:
@@ -84,18 +92,22 @@ def read_data(args, version):
             calls[call.call_id], stores[call.call_id] = call, store
         for episode in read_episodes(folder / "episodes.jsonl"):
             attempt = (episode.task, episode.init, episode.attempt)
-            if attempt in seen:
-                raise BadInput(f"{folder}/episodes.jsonl: attempt {episode.attempt} at {episode.task}, state {episode.init} "
-                               "stands there twice; give each folder once, and only folders of one round")
-            seen.add(attempt)
+            before = attempts.get(attempt)
+            if before and (before.valid and episode.valid or before.episode_id == episode.episode_id):
+                raise BadInput(f"{folder}/episodes.jsonl: attempt {episode.attempt} at {episode.task}, state "
+                               f"{episode.init} stands there twice ({before.episode_id}, {episode.episode_id}); give "
+                               "each folder once, and only folders of one round")
             if episode.valid and episode.policy_version != version:
                 raise BadInput(f"{folder}/episodes.jsonl: episode {episode.episode_id} was played by policy "
-                               f"{episode.policy_version!r}, but {args.model} is {version}; give the checkpoint that played "
-                               "the round")
-            episodes.append(episode)
+                               f"{episode.policy_version!r}, but {args.model} is {version}; give the checkpoint that "
+                               "played the round")
+            counts["episodes_run_again"] += before is not None
+            listed.update(episode.calls)
+            if not before or not before.valid:
+                attempts[attempt] = episode
+    episodes = list(attempts.values())
     counts["episodes"], counts["calls"] = len(episodes), len(calls)
-    counts["episodes_invalid"] = sum(not e.valid for e in episodes)
-    listed = {c for e in episodes for c in e.calls}
+    counts["episodes_invalid"] = sum(not e.valid for e in episodes)    # attempts without any valid try
     counts["calls_orphaned"] = len(calls.keys() - listed)              # of episodes that a kill cut short
     counts["calls_lost"] = len(listed - calls.keys())
     return episodes, calls, stores, counts
@@ -109,7 +121,7 @@ def credit(episodes, counts):
     counts["groups"] = len(groups)
     for name in ("used", "equal", "too_small", "start_state"):
         counts[f"groups_{name}"] = 0
-    for (task, init), group in groups.items():
+    for (task, init), group in sorted(groups.items()):          # not in the order in which their episodes ended
         group.sort(key=lambda e: e.attempt)
         valid = [e for e in group if e.valid]
         starts = {e.start_state for e in valid}
@@ -137,13 +149,13 @@ def ineligible(call, episode, args, version):
         return "policy"
     if len(call.prompt_token_ids) + len(call.token_ids) > args.max_length:
         return "too_long"
-    if episode.success_latched and episode.success_turn is not None and call.turn > episode.success_turn:
+    if adapters.post_success(episode, call):
         return "post_success"
     sent = {k: call.sampling.get(k, "nothing") for k in TRAIN_SAMPLING}
     if sent != TRAIN_SAMPLING:
         wrong = ", ".join(f"{k} {sent[k]} instead of {v}" for k, v in TRAIN_SAMPLING.items() if sent[k] != v)
-        raise BadInput(f"call {call.call_id} of episode {episode.episode_id} was sampled with {wrong}: its log-probs are "
-                       "not the policy's; roll out with the train profile")
+        raise BadInput(f"call {call.call_id} of episode {episode.episode_id} was sampled with {wrong}: its log-probs "
+                       "are not the policy's; roll out with the train profile")
     return None
 
 
@@ -176,16 +188,19 @@ def choose(used, calls, stores, counts, args, version):
         counts["calls_trained"] += len(kept)
     if counts["calls_gated"] > args.max_mismatch * counts["calls_compared"]:
         raise BadInput(f"the gate rejects {counts['calls_gated']} of {counts['calls_compared']} calls, more than "
-                       f"--max-mismatch {args.max_mismatch}: prompts render differently from how they were sampled; run "
-                       f"gate.py. First: {first}")
+                       f"--max-mismatch {args.max_mismatch}: prompts render differently from how they were sampled; "
+                       f"run gate.py. First: {first}")
     if first:
         print(f"rl: gated, the first of {counts['calls_gated']}: {first}")
     return chosen
 
 
-def build(args, version, identity):
-    """Rank 0: writes batch/batch.safetensors and batch/batch.json. Returns the index."""
+def build(args, version):
+    """Rank 0: writes batch/batch.safetensors, then batch/batch.json. Returns the index."""
     folder = Path(args.output) / "batch"
+    files = [f / name for path in args.rollouts for f in folders(path) for name in ("calls.jsonl", "episodes.jsonl")]
+    identity = {"policy_version": version, "files": [sha256_file(f) for f in files if f.exists()], "seed": args.seed,
+                "max_length": args.max_length, "max_responses": args.max_responses}
     if (folder / "batch.json").exists() and (index := read_json(folder / "batch.json"))["identity"] == identity:
         print(f"rl: using {folder} as it was written before")
         return index
@@ -197,11 +212,13 @@ def build(args, version, identity):
     counts["gate_mismatch"] = counts["calls_gated"] / max(counts["calls_compared"], 1)
     trained = [(c, e, a, len(kept)) for e, a, kept in chosen for c in kept]        # S responses, an episode's by turn
     index = {"identity": identity, "counts": dict(counts), "log_b": False, "responses": [
-        {"call_id": c.call_id, "episode_id": e.episode_id, "turn": c.turn, "reward": e.reward} for c, e, _, _ in trained]}
+        {"call_id": c.call_id, "episode_id": e.episode_id, "turn": c.turn, "reward": e.reward}
+        for c, e, _, _ in trained]}
     if trained:
         calls = [c for c, *_ in trained]
         ints = lambda values: torch.tensor(list(values), dtype=torch.int32)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "batch.json").unlink(missing_ok=True)        # another batch's index must not describe these tensors
         save_file({
             "prompt_ids": ints(t for c in calls for t in c.prompt_token_ids),
             "prompt_lengths": ints(len(c.prompt_token_ids) for c in calls),
@@ -215,11 +232,11 @@ def build(args, version, identity):
 
 
 def load_batch(folder, index):
-    """batch/ -> (Responses, dict of flat tensors): advantage, u (S,) per response; log_q, log_b, entropy (N,) per token."""
+    """batch/ -> (Responses, flat tensors): advantage, u (S,) per response; log_q, log_b, entropy (N,) per token."""
     t = load_file(folder / "batch.safetensors")
     cut = lambda ids, lengths: np.split(ids.numpy(), np.cumsum(lengths.numpy())[:-1])
-    responses = trainer.Responses(cut(t["prompt_ids"], t["prompt_lengths"]), cut(t["token_ids"], t["lengths"]),
-                                  [r["episode_id"] for r in index["responses"]])
+    responses = Responses(cut(t["prompt_ids"], t["prompt_lengths"]), cut(t["token_ids"], t["lengths"]),
+                          [r["episode_id"] for r in index["responses"]])
     listed = len(index["responses"])
     assert len(responses.outputs) == listed, f"{folder}: {len(responses.outputs)} responses as tensors, {listed} listed"
     return responses, {**t, "u": loss.response_weights(t["k"])}
@@ -227,7 +244,7 @@ def load_batch(folder, index):
 
 def make_batches(responses, args):
     """Optimizer batches (lists of response indices, in order of turns within an episode) of the round."""
-    order = [s for episode in trainer.shuffled(responses.by_episode(), args.seed, args.round) for s in episode]
+    order = [s for episode in shuffled(responses.by_episode(), args.seed, args.round) for s in episode]
     if args.steps_per_round:
         steps = min(args.steps_per_round, len(order))
         cuts = [round(i * len(order) / steps) for i in range(steps + 1)]
@@ -245,8 +262,8 @@ def previous_state(args, version):
     if folder:
         state = read_json(Path(folder) / "state" / "trainer_state.json")
         if state["policy_version"] != version:
-            raise BadInput(f"{folder}/state belongs to policy {state['policy_version']}, but {args.model} is {version}; "
-                           "give as --previous the round that wrote --model, or --fresh-optimizer")
+            raise BadInput(f"{folder}/state belongs to policy {state['policy_version']}, but {args.model} is {version};"
+                           " give as --previous the round that wrote --model, or --fresh-optimizer")
     return folder
 
 
@@ -264,14 +281,12 @@ def main():
     source = Path(args.model)
     version = ranks.on_main(lambda: policy_version(source))
     previous = ranks.on_main(lambda: previous_state(args, version))
-    files = [Path(folder) / name for folder in args.rollouts for name in ("calls.jsonl", "episodes.jsonl")]
-    identity = {"policy_version": version, "files": [sha256_file(f) for f in files if f.exists()], "seed": args.seed,
-                "max_length": args.max_length, "max_responses": args.max_responses}
     if ranks.main:
         save_args(output, "rl", args)
-    index = ranks.on_main(lambda: build(args, version, identity))
+    index = ranks.on_main(lambda: build(args, version))
     counts = index["counts"]
-    report = {"round": args.round, "rounds": args.rounds, "model": args.model, "previous": args.previous, "counts": counts}
+    report = {"round": args.round, "rounds": args.rounds, "model": args.model, "previous": args.previous,
+              "counts": counts}
     if ranks.main:
         print("rl: " + " | ".join(f"{k} {v:.4g}" for k, v in counts.items()))
     if not index["responses"]:
@@ -335,9 +350,10 @@ def main():
         assert m["tokens"] == tokens, f"{m['tokens']} targets in the micro-batches, {tokens} in the batch"
         forward = ranks.gather({"n": sum(micro.tokens.numel() for micro in micros[step])})
         mine = torch.cat([torch.arange(responses.start[s], responses.start[s + 1]) for s in batches[step]])
-        metrics.log({"step": step + 1, "total_step": run.steps, "loss": total_loss, "lr": lr, **norms, **loss.per_token(m),
-                     "entropy_before": float(entropy[mine].mean()), "responses": len(batches[step]),
-                     **{k: counts[k] for k in ROUND_METRICS}, "forward_tokens": sum(part["n"] for part in forward)})
+        metrics.log({"step": step + 1, "total_step": run.steps, "loss": total_loss, "lr": lr, **norms,
+                     **loss.per_token(m), "entropy_before": float(entropy[mine].mean()),
+                     "responses": len(batches[step]), **{k: counts[k] for k in ROUND_METRICS},
+                     "forward_tokens": sum(part["n"] for part in forward)})
 
     # ---- save
     extra = {"stage": "rl", "round": args.round, "rounds": args.rounds}
@@ -353,10 +369,11 @@ def main():
 def show_first(source, responses, data, index):
     """One whole scored episode of the round."""
     from transformers import AutoTokenizer
-    row = trainer.merge_prefix(responses, responses.by_episode()[0])[0]
+    row = merge_prefix(responses, responses.by_episode()[0])[0]
     s = row.spans[0][2]
     trainer.show_row(AutoTokenizer.from_pretrained(source), row, f"episode {responses.episodes[s]}, reward "
-                     f"{index['responses'][s]['reward']:g}, advantage {data['advantage'][s]:+.2f}, u {data['u'][s]:.3f}")
+                     f"{index['responses'][s]['reward']:g}, advantage {data['advantage'][s]:+.2f}, "
+                     f"u {data['u'][s]:.3f}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import argparse
 import random
 
 import adapters
-from records import BadInput, Formatter, read_json, run_main
+from records import at_least, BadInput, Formatter, read_json, run_main
 
 
 def parse_args():
@@ -27,9 +27,9 @@ def parse_args():
     g = p.add_argument_group("tasks")
     g.add_argument("--suites", default="tabletop_base,tabletop_swap,tabletop_task", help="suites, comma-separated")
     g.add_argument("--inits", default="11-44", help="initial states to draw from, e.g. 11-44,100-9999 (evaluation states are refused)")
-    g.add_argument("--groups", type=int, default=64, help="groups this round (count)")
+    g.add_argument("--groups", type=at_least(1), default=64, help="groups this round (count)")
     g.add_argument("--attempts", type=int, default=6, help="attempts per group, G (count)")
-    g.add_argument("--round", type=int, default=1, help="round number; with --seed it draws the groups")
+    g.add_argument("--round", type=at_least(1), default=1, help="round number; with --seed it draws the groups")
     g.add_argument("--pool-report", default=None, help="report.json on validation states that chooses the tasks")
     adapters.add_rollout_arguments(p, sampling="train")
     args = p.parse_args()
@@ -45,7 +45,13 @@ def draw_groups(args, suites, inits):
     rng = random.Random(f"{args.seed}/groups/{args.round}")
     weights = {(s, t.index): 1.0 for s, tasks in suites.items() for t in tasks}
     if args.pool_report:
-        rates = read_json(args.pool_report)["tasks"]
+        report = read_json(args.pool_report)
+        if not isinstance(report.get("tasks"), dict) or "inits" not in report:
+            raise BadInput(f"{args.pool_report}: fields 'tasks' and 'inits' expected; give the report.json of an eval.py run")
+        if any(i in adapters.EVALUATION_STATES for i in adapters.parse_inits(report["inits"], args.pool_report)):
+            raise BadInput(f"{args.pool_report}: measured on evaluation states ({report['inits']}); "
+                           "tasks are chosen on validation states 45-49")
+        rates = report["tasks"]
         weights = {k: p * (1 - p) for k in weights if (p := rates.get(f"{k[0]}/{k[1]}", {}).get("success")) not in (None, 0, 1)}
         if not weights:
             raise BadInput(f"{args.pool_report}: every task of {args.suites} is always or never solved there; nothing to learn from")

@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-SEED=0 OUT="" GRASP=0.22 QUICK="" ROUNDS=12
+SEED=0 OUT="" GRASP=0.2 QUICK="" ROUNDS=9
 while [ $# -gt 0 ]; do
   case $1 in
     --quick) QUICK=1; shift ;;
@@ -25,13 +25,13 @@ done
 RUN=${OUT:-out/tabletop${QUICK:+-quick}-seed$SEED}
 SUITES=tabletop_base,tabletop_swap,tabletop_task
 WORDS="red green blue white black yellow mug pan jug jar pot tray bowl box"     # stay single tokens in the tiny tokenizer
-LIMITS="--turns 16 --max-tokens 64 --concurrency 24"                                        # short tasks, short answers
-SUCCESSES=2000 PER_ROUND=64 EVAL="--inits 1-10"
+LIMITS="--turns 14 --max-tokens 64 --concurrency 24"                                        # short tasks, short answers
+SUCCESSES=2200 PER_ROUND=64 EVAL="--inits 1-10"
 if [ -n "$QUICK" ]; then SUCCESSES=150 PER_ROUND=8 ROUNDS=2 EVAL="--inits 1-10 --limit 60"; fi
 START=$SECONDS
 
 # 0  A teacher with memory solves tasks; every call is recorded. It knows the right grasp in $GRASP of its picks: room for RL.
-python collect.py --suites $SUITES --inits 11-44,100-999 --target-successes $SUCCESSES --grasp-skill $GRASP --turns 16 \
+python collect.py --suites $SUITES --inits 11-44,100-999 --target-successes $SUCCESSES --grasp-skill $GRASP --turns 14 --concurrency 24 \
   --seed $SEED --output $RUN/teacher
 
 #    The planner: a tokenizer for the recorded text, random weights.

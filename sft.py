@@ -1,4 +1,4 @@
-"""Stage 1: supervised fine-tuning on student contexts and the teacher's (rewritten) responses (SPEC.md §2, loss.py (3)).
+"""Stage 1: supervised fine-tuning on student contexts and the teacher's (rewritten) responses (SPEC.md §2, loss (3)).
 
 Reads   sft.jsonl (rewrite.py) and a base checkpoint
 Writes  OUTPUT/  a Hugging Face checkpoint · metrics.jsonl · state/ (float32 weights, optimizer state) · manifest.json
@@ -6,7 +6,7 @@ Writes  OUTPUT/  a Hugging Face checkpoint · metrics.jsonl · state/ (float32 w
 
 Departures from the paper, or choices where it is silent
  1. An optimizer batch is made of whole episodes: it closes as soon as it holds --global-batch responses or more.
- 2. Responses of an episode whose prompts extend each other share one forward row (trainer.merge_prefix): same loss.
+ 2. Responses of an episode whose prompts extend each other share one forward row (batches.merge_prefix): same loss.
  3. Learning rate, batch and schedule of the paper's SFT are not published; the defaults are ours.
 
 Killed, it continues from the newest resume/step-N on the same command; finished, it says so and exits 0.
@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 import loss
 import trainer
+from batches import Responses, merge_prefix, shuffled
 from records import BadInput, Formatter, read_json, read_jsonl, run_main, save_args, sha256_file, write_manifest
 
 # arguments that may differ between a killed run and the one that continues it
@@ -40,7 +41,8 @@ def parse_args():
     trainer.add_arguments(p, lr=1e-5, global_batch=128)
     g = p.add_argument_group("sft")
     g.add_argument("--epochs", type=int, default=1, help="passes over the data (count)")
-    g.add_argument("--max-steps", type=int, default=0, help="end of the run and its schedule (optimizer steps; 0: all epochs)")
+    g.add_argument("--max-steps", type=int, default=0,
+                   help="end of the run and its schedule (optimizer steps; 0: all epochs)")
     g.add_argument("--save-every", type=int, default=200, help="resume point every so many steps (0: none)")
     args = p.parse_args()
     for name in ("global_batch", "micro_tokens", "epochs"):
@@ -59,7 +61,8 @@ def read_data(args):
         if not row["token_ids"]:
             counts["empty"] += 1
         elif not row["prompt_token_ids"]:
-            raise BadInput(f"{args.data}:{number}: field 'prompt_token_ids' is empty; a target needs a context (rewrite.py)")
+            raise BadInput(f"{args.data}:{number}: field 'prompt_token_ids' is empty; a target needs a context "
+                           "(rewrite.py)")
         elif len(row["prompt_token_ids"]) + len(row["token_ids"]) > args.max_length:
             counts["too_long"] += 1
         else:
@@ -72,7 +75,7 @@ def read_data(args):
                        f"{counts['too_long']} longer than --max-length {args.max_length} tokens)")
     rows.sort(key=lambda row: row[:2])                                # the order of the file does not matter
     episodes, _, prompts, outputs = zip(*rows, strict=True)
-    responses = trainer.Responses(prompts, outputs, episodes)
+    responses = Responses(prompts, outputs, episodes)
     counts["episodes"], counts["target_tokens"] = len(set(episodes)), int(responses.lengths.sum())
     return responses, counts
 
@@ -82,7 +85,7 @@ def make_batches(responses, args):
     batches = []
     for epoch in range(args.epochs):
         batch = []
-        for episode in trainer.shuffled(responses.by_episode(), args.seed, epoch):
+        for episode in shuffled(responses.by_episode(), args.seed, epoch):
             batch += episode
             if len(batch) >= args.global_batch:
                 batches.append(batch)
@@ -104,7 +107,7 @@ def main():
 
     # ---- data
     source = ranks.on_main(lambda: trainer.checkpoint_folder(args.model))
-    responses, counts = read_data(args)
+    responses, counts = ranks.on_all(lambda: read_data(args))
     batches = make_batches(responses, args)
     if ranks.main:
         save_args(output, "sft", args)
@@ -121,10 +124,11 @@ def main():
     identity["data_sha256"] = sha256_file(args.data)
     resume = ranks.on_main(lambda: trainer.newest_resume(output))
     if resume:
-        changed = [k for k, v in read_json(resume / "trainer_state.json")["identity"].items() if identity.get(k) != v]
+        before = ranks.on_main(lambda: read_json(resume / "trainer_state.json")["identity"])
+        changed = [k for k, v in before.items() if identity.get(k) != v]
         if changed:
-            ranks.stop(f"{resume}: the interrupted run had other {', '.join(changed)}; give the same command, or delete "
-                       f"{output}/resume")
+            ranks.stop(f"{resume}: the interrupted run had other {', '.join(changed)}; give the same command, or "
+                       f"delete {output}/resume")
         trainer.load_state(resume, run)
         if ranks.main:
             print(f"sft: continuing after step {run.steps} from {resume}")
@@ -166,7 +170,7 @@ def main():
 def show_first(source, responses, batch):
     """The first row of the first batch, targets marked: look at it, wrong masks are seen at once."""
     from transformers import AutoTokenizer
-    row = trainer.merge_prefix(responses, batch)[0]
+    row = merge_prefix(responses, batch)[0]
     trainer.show_row(AutoTokenizer.from_pretrained(source), row, f"episode {responses.episodes[row.spans[0][2]]}")
 
 

@@ -2,7 +2,7 @@
 
 The embedded demo has no download, so its base model is made here. A real run starts from Qwen/Qwen3.5-9B and skips this file.
 
-Reads   DIR/calls.jsonl (text of the teacher's calls, for the tokenizer only; no weight is learned)
+Reads   DIR/calls.jsonl, or those of its shards (text of the teacher's calls, for the tokenizer only; no weight is learned)
 Writes  a Hugging Face checkpoint: config.json, model.safetensors, tokenizer.json, chat_template.jinja, generation_config.json
 
 The tokenizer is byte-level BPE whose merges may cross spaces (JSON scaffolding becomes few tokens), except that every digit and
@@ -14,16 +14,16 @@ every word given by --isolate stays a token of its own: a name copied from an in
 import argparse
 import json
 import re
-from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from records import BadInput, Formatter, read_calls, run_main, save_args, write_manifest
+from records import BadInput, Formatter, folders, read_calls, run_main, save_args, write_manifest
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]     # ordinary tokens: they must survive skip_special_tokens
+SMALLEST = 256 + len(SPECIAL) + len(MARKERS)                         # a vocabulary of bytes and markers alone
 
 # Qwen's shape, made short: the tool list is one line of signatures, a tool result is a turn of its own. Within one turn list
 # everything is append-only, so prompt t+1 = prompt t + response t + observation t as long as the harness does not edit its history.
@@ -88,10 +88,15 @@ def make_model(vocab_size, hidden, layers, heads, kv_heads, ff, seed, eos=2, pad
     return Qwen3ForCausalLM(config)
 
 
-def student_texts(path, max_calls):
+def split_words(tokenizer, words):
+    """Those of `words` that the tokenizer cuts into several tokens."""
+    return [w for w in words if len(tokenizer(w, add_special_tokens=False)["input_ids"]) != 1]
+
+
+def student_texts(calls, max_calls):
     """Texts of recorded calls as a student without memory meets them: memory tools, their results and [memory] sections left out."""
     yield from SCAFFOLD * 200
-    for number, call in enumerate(read_calls(path)):
+    for number, call in enumerate(calls):
         if number == max_calls:
             return
         yield "Tools:" + "".join(f" {t['function']['name']}({', '.join(t['function']['parameters'].get('properties', {}))})"
@@ -110,13 +115,13 @@ def student_texts(path, max_calls):
 
 def parse_args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
-    p.add_argument("--calls", required=True, help="folder with calls.jsonl; its text trains the tokenizer")
+    p.add_argument("--calls", required=True, help="run folder, sharded or not; its text trains the tokenizer")
     p.add_argument("--output", required=True, help="checkpoint folder to write")
     p.add_argument("--isolate", nargs="*", default=[], help="words that must stay single tokens")
     p.add_argument("--max-calls", type=int, default=4000, help="calls read for the tokenizer (count)")
     p.add_argument("--seed", type=int, default=0, help="seed of the random weights")
     g = p.add_argument_group("size")
-    g.add_argument("--vocab", type=int, default=512, help="vocabulary size (tokens, 263 of them bytes and markers)")
+    g.add_argument("--vocab", type=int, default=512, help=f"vocabulary size (tokens, {SMALLEST} of them bytes and markers)")
     g.add_argument("--hidden", type=int, default=128, help="width")
     g.add_argument("--layers", type=int, default=2, help="decoder layers")
     g.add_argument("--heads", type=int, default=4, help="attention heads")
@@ -125,16 +130,22 @@ def parse_args():
     args = p.parse_args()
     if args.hidden % args.heads or args.heads % args.kv_heads:
         p.error(f"--hidden {args.hidden} must divide by --heads {args.heads}, and that by --kv-heads {args.kv_heads}")
+    if args.vocab < SMALLEST:
+        p.error(f"--vocab {args.vocab}: expected at least {SMALLEST}, the 256 bytes and {SMALLEST - 256} markers")
     return args
 
 
 def main():
     args = parse_args()
     save_args(args.output, "tiny", args)
-    texts = list(student_texts(Path(args.calls) / "calls.jsonl", args.max_calls))
+    calls = (call for folder in folders(args.calls) for call in read_calls(folder / "calls.jsonl"))
+    texts = list(student_texts(calls, args.max_calls))
     if len(texts) == len(SCAFFOLD) * 200:
-        raise BadInput(f"{args.calls}/calls.jsonl holds no call; collect teacher episodes first")
+        raise BadInput(f"{args.calls} holds no call; collect teacher episodes first")
     tokenizer = train_tokenizer(texts, args.vocab, args.isolate)
+    if split := split_words(tokenizer, args.isolate):
+        raise BadInput(f"--isolate: no single token for {', '.join(split)}; leave out words that the calls in {args.calls} "
+                       f"do not hold (or hold too seldom), or raise --vocab {args.vocab}")
     model = make_model(len(tokenizer), args.hidden, args.layers, args.heads, args.kv_heads, args.ff, args.seed)
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)

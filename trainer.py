@@ -1,4 +1,4 @@
-"""What sft.py and rl.py share: ranks, prefix merge, micro-batch plan, log-probs, optimizers, checkpoints, resume.
+"""What sft.py and rl.py share: ranks, log-probs, optimizers, checkpoints, resume. (Rows and micro-batches: batches.py.)
 
 One process on a CPU has no process group. Under torchrun (gloo on CPUs, NCCL on GPUs), and on any GPU, the model is
 sharded with FSDP2. Parameters, gradients and optimizer state are float32; compute is bfloat16 on GPUs, float32 on CPUs.
@@ -6,40 +6,42 @@ sharded with FSDP2. Parameters, gradients and optimizer state are float32; compu
 Nothing is drawn at random while training: batches come from seeds, dropout is off. So a resumed run needs weights,
 optimizer state and position alone, and on one CPU process it repeats the uninterrupted run bit for bit.
 
-Shapes:  B rows, T padded length of a micro-batch | N its target tokens, laid end to end | V vocabulary | S responses.
+Shapes:  B rows, T padded length of a micro-batch | N its target tokens, laid end to end | V vocabulary.
 """
 
 import json
 import math
 import os
-import random
 import shutil
 import sys
 import time
 import warnings
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import MethodType
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.optim._muon import Muon, _adjust_lr, _zeropower_via_newtonschulz
 from tqdm import tqdm
 
+from batches import merge_prefix, pack, plan_micro_batches
 from records import BadInput, policy_version, read_json, read_jsonl, write_json
 
 
 def add_arguments(p, lr, global_batch):
     """The arguments that sft.py and rl.py share. Their defaults differ in lr and global batch only."""
     g = p.add_argument_group("batches")
-    g.add_argument("--global-batch", type=int, default=global_batch, help="responses per optimizer step, over all ranks (count)")
+    g.add_argument("--global-batch", type=int, default=global_batch,
+                   help="responses per optimizer step, over all ranks (count)")
     g.add_argument("--micro-tokens", type=int, default=8192, help="padded tokens per forward on one rank (tokens)")
-    g.add_argument("--max-length", type=int, default=32768, help="longer prompt + response is left out, counted (tokens)")
-    g.add_argument("--no-prefix-merge", action="store_true", help="one row per response, even where prompts extend each other")
+    g.add_argument("--max-length", type=int, default=32768,
+                   help="longer prompt + response is left out, counted (tokens)")
+    g.add_argument("--no-prefix-merge", action="store_true",
+                   help="one row per response, even where prompts extend each other")
     g = p.add_argument_group("optimizer")
-    g.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: hidden matrices; AdamW: the rest")
+    g.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw",
+                   help="muon: hidden matrices; AdamW: the rest")
     g.add_argument("--lr", type=float, default=lr, help="peak learning rate")
     g.add_argument("--schedule", choices=("constant", "linear", "cosine", "wsd"), default="constant",
                    help="decay to 0 over the whole run; wsd: over its last 30 %%")
@@ -51,7 +53,8 @@ def add_arguments(p, lr, global_batch):
     g.add_argument("--seed", type=int, default=0, help="seed of the order of episodes")
     g.add_argument("--threads", type=int, default=0, help="CPU threads per rank (0: torch's own choice)")
     g.add_argument("--attention", default="sdpa", help="attention implementation of transformers")
-    g.add_argument("--save-dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 on GPUs")
+    g.add_argument("--save-dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+                   help="auto: bfloat16 on GPUs")
     g.add_argument("--log-every", type=int, default=1, help="print a line every so many steps")
 
 
@@ -97,7 +100,7 @@ class Ranks:
             dist.barrier()
 
     def on_main(self, function):
-        """Runs `function` on rank 0, gives its (small) result to all; a BadInput there stops all ranks and is printed once."""
+        """Runs `function` on rank 0, gives its (small) result to all; a BadInput there stops all, printed once."""
         if self.world == 1:
             return function()
         box = [None, None]
@@ -111,129 +114,32 @@ class Ranks:
             self.stop(box[1])
         return box[0]
 
-    def stop(self, sentence):
-        """Ends all ranks with one line and exit code 2; to be called by all of them."""
-        if self.main:
+    def on_all(self, function):
+        """Runs `function` on every rank (its result is too large to send); a BadInput on any of them stops all ranks,
+        and the first of them prints its own."""
+        result = sentence = None
+        try:
+            result = function()
+        except BadInput as e:
+            sentence = str(e)
+        failed = [int(part["failed"]) for part in self.gather({"failed": sentence is not None})]
+        if any(failed):
+            self.stop(sentence, speaker=failed.index(1))
+        return result
+
+    def stop(self, sentence, speaker=0):
+        """Ends all ranks with one line (of rank `speaker`) and exit code 2; to be called by all of them."""
+        if self.world == 1:
             raise BadInput(sentence)
+        if self.rank == speaker:
+            print(f"error: {sentence}", file=sys.stderr, flush=True)
+        self.close()                # nobody leaves before the line is out: torchrun kills the ranks that stay behind
         sys.exit(2)
 
     def close(self):
         if self.sharded:
             dist.barrier()
             dist.destroy_process_group()
-
-
-# ---------------------------------------------------------------------------------------------- responses and rows
-
-class Responses:
-    """S recorded responses and their prompts. What is known per token lies in flat arrays: s owns [start[s], start[s+1])."""
-
-    def __init__(self, prompts, outputs, episodes):
-        """prompts, outputs: S integer arrays; episodes: S names, an episode's responses adjacent and in order of turns."""
-        self.prompts, self.outputs, self.episodes = prompts, outputs, episodes
-        self.lengths = torch.tensor([len(o) for o in outputs], dtype=torch.long)           # (S,) L_s
-        self.start = np.concatenate([[0], np.cumsum(self.lengths.numpy())]).astype(np.int64)   # (S + 1,)
-
-    def by_episode(self):
-        """list of lists of response indices, one list per episode, in order of first appearance."""
-        groups = {}
-        for s, episode in enumerate(self.episodes):
-            groups.setdefault(episode, []).append(s)
-        return list(groups.values())
-
-    def check_fits(self, model, ranks, source):
-        """Stops on token ids outside the model's vocabulary, or rows beyond its positions."""
-        config = model.config.get_text_config()
-        largest = max(int(ids.max()) for ids in (*self.prompts, *self.outputs))
-        longest = max(len(p) + len(o) for p, o in zip(self.prompts, self.outputs, strict=True))
-        if largest >= config.vocab_size:
-            ranks.stop(f"token id {largest} in the data, but {source} has a vocabulary of {config.vocab_size}; give the "
-                       "checkpoint whose tokenizer made it")
-        if longest > config.max_position_embeddings:
-            ranks.stop(f"a row of {longest} tokens, but {source} has {config.max_position_embeddings} positions; give a "
-                       "smaller --max-length")
-
-
-@dataclass
-class Row:
-    """One forward row. `spans`: (first, last + 1, response index) of each target stretch."""
-    tokens: np.ndarray
-    spans: list
-
-
-def merge_prefix(responses, chosen, merge=True):
-    """Chosen response indices (in order of turns) -> rows.
-
-    A response whose prompt begins with its episode's row so far, token for token, is appended to that row; anything else
-    (rewritten history, a new episode) opens its own row. Exact: a causal model's log-prob depends on what stands before.
-    """
-    rows, episode = [], None
-    for s in chosen:
-        prompt, output = responses.prompts[s], responses.outputs[s]
-        row = rows[-1] if rows and merge and responses.episodes[s] == episode else None
-        if row is None or len(prompt) < len(row.tokens) or not np.array_equal(prompt[:len(row.tokens)], row.tokens):
-            row = Row(prompt, [])
-            rows.append(row)
-        row.tokens = np.concatenate([prompt, output])
-        row.spans.append((len(prompt), len(row.tokens), s))
-        episode = responses.episodes[s]
-    return rows
-
-
-def shuffled(episodes, *seed):
-    """A seeded permutation of a list."""
-    order = list(episodes)
-    random.Random("/".join(map(str, seed))).shuffle(order)
-    return order
-
-
-def plan_micro_batches(rows, micro_tokens, world):
-    """Rows -> (slots, world) nested list of lists of rows: at slot k rank r runs plan[k][r]; all ranks run every slot.
-
-    Rows of like length share a micro-batch of at most `micro_tokens` padded tokens (a longer row stands alone). The
-    largest are halved until their number divides by the ranks; where none can be halved, empty lists fill up.
-    """
-    micros = []
-    for row in sorted(rows, key=lambda r: -len(r.tokens)):            # stable: equal lengths keep their order
-        if micros and (len(micros[-1]) + 1) * len(micros[-1][0].tokens) <= micro_tokens:
-            micros[-1].append(row)
-        else:
-            micros.append([row])
-    cost = lambda m: len(m) * len(m[0].tokens)
-    while len(micros) % world and any(len(m) > 1 for m in micros):
-        big = max((m for m in micros if len(m) > 1), key=cost)
-        micros.remove(big)
-        micros += [big[:len(big) // 2], big[len(big) // 2:]]
-    micros.sort(key=cost, reverse=True)         # ranks wait for each other at every slot: put like beside like
-    micros += [[] for _ in range(-len(micros) % world)]
-    return [micros[k:k + world] for k in range(0, len(micros), world)]
-
-
-@dataclass
-class Micro:
-    """Tensors of one micro-batch. `where`: the position in (B*T) that predicts a target token, the one before it."""
-    tokens: torch.Tensor        # (B, T) token ids, padded on the right with 0
-    where: torch.Tensor         # (N,)
-    index: torch.Tensor         # (N,) which token of the flat per-token arrays this is
-
-    @property
-    def targets(self):
-        return self.tokens.flatten()[self.where + 1]                  # (N,)
-
-
-def pack(rows, responses, device):
-    """Rows -> Micro. No rows (a rank with nothing to do in this slot) -> two padding tokens and no target: the rank takes
-    part in every collective, and its loss and gradient are exactly 0."""
-    T = max([len(row.tokens) for row in rows], default=2)
-    tokens = np.zeros((max(len(rows), 1), T), dtype=np.int64)         # (B, T)
-    where, index = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for b, row in enumerate(rows):
-        tokens[b, :len(row.tokens)] = row.tokens
-        for first, last, s in row.spans:
-            where.append(np.arange(first - 1, last - 1) + b * T)
-            index.append(np.arange(responses.start[s], responses.start[s + 1]))
-    to = lambda x: torch.from_numpy(x).to(device)
-    return Micro(to(tokens), to(np.concatenate(where)), to(np.concatenate(index)))
 
 
 # ---------------------------------------------------------------------------------------------- model
@@ -243,13 +149,14 @@ def checkpoint_folder(name):
     if Path(name).is_dir():
         return Path(name)
     if name.count("/") != 1 or name.startswith((".", "/")):
-        raise BadInput(f"{name}: no such checkpoint folder; run the stage that writes it, or give a hub name, owner/model")
+        raise BadInput(f"{name}: no such checkpoint folder; run the stage that writes it, or give a hub name, "
+                       "owner/model")
     from huggingface_hub import snapshot_download
     return Path(snapshot_download(name))
 
 
 def target_logp(model, tokens, where, targets, entropy=False):
-    """log π of target tokens at temperature 1, float32 (N,); if asked for, also entropies (N,) in nats, without gradient.
+    """log π of target tokens at temperature 1, float32 (N,); if asked for, also entropies (N,) in nats, no gradient.
 
     Only target positions meet the vocabulary: hidden states (B, T, H) -> (N, H) -> logits (N, V). No attention mask:
     padding stands on the right, where a causal model never looks.
@@ -265,20 +172,20 @@ def target_logp(model, tokens, where, targets, entropy=False):
 
 
 def load_model(folder, ranks, attention="sdpa"):
-    """Checkpoint folder -> model with float32 parameters, sharded if there is a process group, with `model.target_logp`."""
+    """Checkpoint folder -> model with float32 parameters and `target_logp`, sharded if there is a process group."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
     logging.disable_progress_bar()
     if not (Path(folder) / "config.json").exists():
-        raise BadInput(f"{folder}: not a checkpoint folder (no config.json); run the stage that writes it")
+        ranks.stop(f"{folder}: not a checkpoint folder (no config.json); run the stage that writes it")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     model.eval()                # no dropout, or π/b would not be 1 before the first update; gradients flow as usual
     with torch.no_grad():       # some models scale or cap logits behind the head; target_logp would be wrong for them
         probe = torch.arange(4)[None] % model.config.get_text_config().vocab_size         # (1, 4)
         ours = model.get_output_embeddings()(model.base_model(input_ids=probe, use_cache=False).last_hidden_state)
         if not torch.allclose(ours, model(input_ids=probe, use_cache=False).logits, atol=1e-4):
-            raise BadInput(f"{folder}: {type(model).__name__} changes its logits behind the output head, which "
-                           "trainer.target_logp does not; choose another model, or add that step there")
+            ranks.stop(f"{folder}: {type(model).__name__} changes its logits behind the output head, which "
+                       "trainer.target_logp does not; choose another model, or add that step there")
     model.target_logp = MethodType(target_logp, model)
     if not ranks.sharded:
         return model
@@ -310,8 +217,8 @@ def full(tensor):
 class ShardedMuon(Muon):
     """torch's Muon, also for sharded matrices. Newton-Schulz needs the whole matrix: each update is gathered, made
     orthogonal on every rank by the very operations of one process, and cut again (three times faster here than torch's
-    own way through DTensor products). It works in bfloat16, so the last bits in which 1 and 2 ranks differ grow to about
-    2 % of an update: only AdamW is equal on any number of ranks."""
+    own way through DTensor products). It works in bfloat16, so the last bits in which 1 and 2 ranks differ grow to
+    about 2 % of an update: only AdamW is equal on any number of ranks."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -332,7 +239,7 @@ class ShardedMuon(Muon):
 
 
 def make_optimizers(model, args):
-    """List of optimizers over all parameters. Call it after sharding: built before, they would silently update nothing."""
+    """List of optimizers over all parameters. Call it after sharding: built before, they would update nothing."""
     embeddings = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings())}
     params = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in params if p.ndim == 2 and id(p) not in embeddings]
@@ -346,7 +253,7 @@ def make_optimizers(model, args):
 
 
 def lr_at(args, step, progress):
-    """Learning rate of a step. step: optimizer steps done before it, progress: in [0, 1); both over all rounds of the run."""
+    """Learning rate of a step. step: optimizer steps done before it, progress in [0, 1): both over the whole run."""
     warm = min(1.0, (step + 1) / args.warmup) if args.warmup else 1.0
     decay = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2,
              "wsd": min(1.0, (1 - progress) / 0.3)}[args.schedule]
@@ -372,18 +279,19 @@ class Trainer:
         return self.model.target_logp(micro.tokens, micro.where, micro.targets, entropy)
 
     def backward(self, loss):
-        """Adds the gradient of this rank's part of the loss. FSDP2 averages over ranks, but the parts are to be summed."""
+        """Adds the gradient of this rank's part of the loss. FSDP2 averages over ranks; the parts are to be summed."""
         (loss * self.ranks.world).backward()
 
     def step(self, lr, measure=False):
-        """Clips, updates, clears. Returns grad_norm (before clipping); with `measure` also update_norm and bf16_changed, the
-        share of weights whose bfloat16 value changed (costs a copy of this rank's parameters). A gradient that is not
-        finite ends the run before it touches a weight."""
+        """Clips, updates, clears. Returns grad_norm (before clipping); with `measure` also update_norm and
+        bf16_changed, the share of weights whose bfloat16 value changed (costs a copy of this rank's parameters). A
+        gradient that is not finite ends the run before it touches a weight."""
         params = [p for p in self.model.parameters() if p.grad is not None]
         norm = float(full(torch.nn.utils.clip_grad_norm_(params, self.args.clip)))
         if not math.isfinite(norm):
-            self.ranks.stop(f"step {self.steps + 1}: the gradient norm is {norm}; this step changed no weight. Look at the "
-                            "last lines of metrics.jsonl (loss, ratio_max, gaps) and at the batch's log-probs, or lower --lr")
+            self.ranks.stop(f"step {self.steps + 1}: the gradient norm is {norm}; this step changed no weight. Look at "
+                            "the last lines of metrics.jsonl (loss, ratio_max, gaps) and at the batch's log-probs, or "
+                            "lower --lr")
         local = lambda p: p.to_local() if isinstance(p, dist.tensor.DTensor) else p
         before = [local(p.detach()).clone() for p in params] if measure else []
         for optimizer in self.optimizers:
@@ -415,8 +323,8 @@ def reduce_metrics(parts, ranks, merge):
 # ---------------------------------------------------------------------------------------------- state and checkpoints
 
 def save_state(folder, trainer, extra):
-    """Weights (float32) and optimizer state as torch's distributed checkpoint; then trainer_state.json with `extra` and the
-    step count. All ranks call it."""
+    """Weights (float32) and optimizer state as torch's distributed checkpoint; then trainer_state.json with `extra` and
+    the step count. All ranks call it."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
     model, optim = get_state_dict(trainer.model, trainer.optimizers)
@@ -466,7 +374,8 @@ def newest_resume(output):
 
 
 def save_checkpoint(output, trainer, source, extra, dtype="auto"):
-    """<output>/: a checkpoint for transformers and vLLM, and <output>/state/ for the next round. Returns the policy version.
+    """<output>/: a checkpoint for transformers and vLLM, and <output>/state/ for the next round. Returns the policy
+    version.
 
     All is written to <output>/part/ first; config.json moves last, and without it a folder is no checkpoint to anybody.
     source: the folder the model came from; its tokenizer, template and generation config are copied byte for byte.
@@ -549,4 +458,5 @@ def show_row(tokenizer, row, note=""):
         text += tokenizer.decode(row.tokens[at:first]) + left + tokenizer.decode(row.tokens[first:last]) + right
         at = last
     targets = sum(last - first for first, last, _ in row.spans)
-    print(f"--- one row: {len(row.tokens)} tokens, {targets} of them targets (marked) | {note}\n{text}\n---", flush=True)
+    print(f"--- one row: {len(row.tokens)} tokens, {targets} of them targets (marked) | {note}\n{text}\n---",
+          flush=True)

@@ -162,13 +162,23 @@ class Libero(LiberoSkills, World):
 
     # ---- reset and state
 
-    def reset(self, task, init):
-        self.tasks(task.suite)          # refuses unknown suites
+    @classmethod
+    def _states(cls, task, init):
+        """(task's BDDL path, its initial states), `init` checked."""
+        cls.tasks(task.suite)           # refuses unknown suites
         _, bddl, states_path = _suite(task.suite)[task.index]
         with np.load(states_path, allow_pickle=False) as archive:
             states = archive["states"]
         if not 0 <= init < len(states):
             raise ValueError(f"initial state {init} of {task.id} does not exist; valid: 0-{len(states) - 1}")
+        return bddl, states
+
+    @classmethod
+    def check_init(cls, task, init):
+        cls._states(task, init)
+
+    def reset(self, task, init):
+        bddl, states = self._states(task, init)
         if self.env is None or self.task.id != task.id:
             self.close()                # one environment at a time
             self.env = _make_env(bddl)

@@ -43,9 +43,10 @@ def _top(corners, centre, yaw, u0, u1, half):
 # ---------------------------------------------------------------------------------------------- the executor
 
 _NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-_XY = {"x": {"type": "integer"}, "y": {"type": "integer"}}
+_MM = {"type": "integer", "minimum": -5000, "maximum": 5000}
+_XY = {"x": _MM, "y": _MM}
 _NONE = {"type": "object", "properties": {}}
-_PICK = {"type": "object", "properties": {**_XY, "dy": {"type": "integer"}}, "required": ["x", "y", "dy"]}
+_PICK = {"type": "object", "properties": {**_XY, "dy": _MM}, "required": ["x", "y", "dy"]}
 _MOVE = {"type": "object", "properties": _XY, "required": ["x", "y"]}
 SKILLS = (
     Skill("locate", "Position of one object or container, in millimetres.", _NAME, "locate", moves=False),

@@ -17,6 +17,8 @@ either): the planner has to call finish, so calls after success exist and the ad
 import base64
 import functools
 import json
+import os
+import re
 import time
 from pathlib import Path
 
@@ -26,7 +28,8 @@ import urllib3
 SYSTEM = "You move a robot hand with tools, one call at a time. Lengths are in millimetres."
 MEMORY_SECTION = "\n[memory]\nRead memory_read before you act. It holds what earlier episodes wrote down.\n[/memory]"
 KEEP_PICTURES, KEEP_OUTPUTS, SHORT = 2, 4, 60       # history rewriting: newest kept whole; characters kept of older output
-ECHOED = ("role", "content", "tool_calls", "reasoning", "reasoning_content")     # fields of a reply that stay in the history
+ECHOED = ("role", "content", "tool_calls", "reasoning", "reasoning_content")       # fields of a reply that stay in the history
+CONTEXT = re.compile(r"context|maximum model length|too long|longer than", re.I)     # of a 400: the prompt no longer fits
 CALL_UNREAD = "That tool call could not be read. Answer with one tool call in JSON."
 ONE_AT_A_TIME = "Not run: another tool operation is still active."
 
@@ -36,7 +39,8 @@ def _tool(name, description, parameters):
 
 
 _TEXT = {"type": "string"}
-LOOK = _tool("look", "Look again: what the hand holds, and a picture where pictures are on.", {"type": "object", "properties": {}})
+LOOK = _tool("look", "Look again: what the hand holds and what there is; a picture where pictures are on.",
+             {"type": "object", "properties": {}})
 FINISH = _tool("finish", "End the episode.", {"type": "object", "properties": {"status": _TEXT}, "required": ["status"]})
 MEMORY_READ = _tool("memory_read", "Read memory: scope is task or global.",
                     {"type": "object", "properties": {"scope": {"type": "string", "enum": ["task", "global"]}}, "required": ["scope"]})
@@ -57,8 +61,16 @@ class ContextTooLong(Exception):
     """The server answered 400: the prompt no longer fits. The planner's doing, not infrastructure."""
 
 
+def _as_text(arguments):
+    """Arguments of a tool call as JSON text: OpenAI's form. Some servers send the object itself."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+
+
 class ChatClient:
-    """POST <base>/chat/completions. 5xx, 429 and lost connections are sent again twice, byte for byte, with a retry count in the header."""
+    """POST <base>/chat/completions -> the reply's message.
+
+    5xx, 429 and lost connections are sent again twice, byte for byte, with a retry count in the header.
+    """
 
     def __init__(self, base_url, timeout, pool=None):
         self.url, self.timeout = base_url.rstrip("/") + "/chat/completions", timeout
@@ -76,9 +88,15 @@ class ChatClient:
                 last = f"{type(e).__name__}: {e}"
                 continue
             if reply.status == 200:
-                return reply.json()
+                try:
+                    message = reply.json()["choices"][0]["message"]
+                    for call in message.get("tool_calls") or []:
+                        call["function"] = {"name": call["function"]["name"], "arguments": _as_text(call["function"].get("arguments"))}
+                    return message
+                except (ValueError, LookupError, TypeError, AttributeError) as e:
+                    raise ModelServerError(f"reply is no chat completion ({type(e).__name__}: {e})") from None
             last = f"HTTP {reply.status}: {reply.data[:300].decode(errors='replace')}"
-            if reply.status == 400 and b"context" in reply.data:
+            if reply.status == 400 and CONTEXT.search(last):
                 raise ContextTooLong(last)
             if reply.status < 500 and reply.status != 429:
                 break
@@ -108,8 +126,9 @@ def rewrite_history(messages, budget):
             m["content"] = parts[::-1]
         if m["role"] == "tool":
             outputs += 1
-            if outputs > KEEP_OUTPUTS and len(m["content"]) > SHORT:
-                m["content"] = m["content"][:SHORT] + " [shortened]"
+            head, line, rest = m["content"].partition("\n")             # the reminder of the task stays whole
+            if outputs > KEEP_OUTPUTS and len(rest) > SHORT and not rest.endswith("[shortened]"):
+                m["content"] = head + line + rest[:SHORT] + " [shortened]"
         if m["role"] == "assistant":
             if not newest_assistant:
                 m.pop("reasoning", None)
@@ -159,7 +178,7 @@ class Episode:
             body = {"model": job["model"], "messages": messages, "tools": self.tools, "tool_choice": "auto",
                     "max_tokens": job["max_tokens"]}
             try:
-                message = self.client.chat(body)["choices"][0]["message"]
+                message = self.client.chat(body)
             except ModelServerError as e:
                 end, detail = "infrastructure", str(e)
                 break
@@ -197,16 +216,15 @@ class Episode:
 
     def _act(self, tool_calls):
         """Runs the first call of a reply; the others are answered, not run. -> (reply messages, malformed)"""
-        replies, malformed = [], False
+        replies, malformed, pictures = [], False, []
         for k, call in enumerate(tool_calls):
-            pictures = []
             if k:
                 text = ONE_AT_A_TIME
             else:
                 text, malformed, pictures = self._one(call["function"]["name"], call["function"].get("arguments") or "{}")
             replies.append({"role": "tool", "tool_call_id": call.get("id") or f"call_{k}", "content": self.reminder + text})
-            if pictures:                                # pictures never go into a tool message: a user message follows it
-                replies.append({"role": "user", "content": pictures})
+        if pictures:                                    # never in a tool message: a user message follows them
+            replies.append({"role": "user", "content": pictures})
         return replies, malformed
 
     def _one(self, name, arguments):
@@ -227,7 +245,8 @@ class Episode:
             self.events.append({"tool": name, **receipt.facts})
             return receipt.text, False, self._pictures() if skill.moves else []
         if name == "look":
-            return "\n".join(o["name"] for o in self.world.objects()), False, self._pictures()
+            names = ", ".join(o["name"] for o in self.world.objects())
+            return f"The hand holds {self.world.held or 'nothing'}. There are: {names}.", False, self._pictures()
         if name == "finish":
             self.finished = True
             return "Finished.", False, []
@@ -244,7 +263,7 @@ class Episode:
         task = folder / f"{self.job['suite']}-{self.job['index']}.md"
         if name == "memory_write":
             folder.mkdir(parents=True, exist_ok=True)
-            part = task.with_suffix(".part")
+            part = task.with_suffix(f".part{os.getpid()}")             # shards may explore the same task
             part.write_text(arguments["text"] + "\n")
             part.rename(task)
             return "Written."

@@ -63,12 +63,12 @@ def _phrase(name, container):
 
 @functools.cache
 def _suite(suite):
-    """-> list of (Task, objects, containers, cells). Tasks 0-9 have one step, 10-19 two."""
+    """-> list of (Task, objects, containers, cells). Tasks 0-11 have one step, 12-19 two."""
     tasks = []
     for index in range(20):
         rng = random.Random(f"tabletop {index}")
         objects, containers, cells = _scene(rng)
-        steps = 1 if index < 10 else 2
+        steps = 1 if index < 12 else 2
         targets, docks = rng.sample(range(4), 4), rng.sample(range(2), 2)
         if suite == "tabletop_task":                    # changed instruction: same scene, other objects, other containers
             targets, docks = targets[2:] + targets[:2], docks[::-1]
@@ -155,12 +155,13 @@ def _model(objects, containers):
 
 _NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 _NOTHING = {"type": "object", "properties": {}}
-_XY = {"x": {"type": "integer"}, "y": {"type": "integer"}}
+_MM = {"type": "integer", "minimum": -5000, "maximum": 5000}
+_XY = {"x": _MM, "y": _MM}
 SKILLS = (
     Skill("locate", "Position of one object or container, in millimetres.", _NAME, "locate", moves=False),
     Skill("list_objects", "Positions of everything on the table, in millimetres.", _NOTHING, "list_objects", moves=False),
     Skill("pick", "Pick up what stands at (x, y); dy is the grasp offset along its long axis in mm: -20, 0, 20 or 40.",
-          {"type": "object", "properties": {**_XY, "dy": {"type": "integer"}}, "required": ["x", "y", "dy"]}, "pick"),
+          {"type": "object", "properties": {**_XY, "dy": _MM}, "required": ["x", "y", "dy"]}, "pick"),
     Skill("move", "Move the hand above (x, y), in millimetres.", {"type": "object", "properties": _XY, "required": ["x", "y"]}, "move"),
     Skill("place", "Carry what is held to the named container and let it go there.", _NAME, "place"),
     Skill("release", "Open the hand where it is.", _NOTHING, "release"),
@@ -182,9 +183,13 @@ class Tabletop(World):
             raise ValueError(f"unknown suite {suite!r}; valid: {', '.join(SUITES)}")
         return [t for t, *_ in _suite(suite)]
 
-    def reset(self, task, init):
+    @classmethod
+    def check_init(cls, task, init):
         if init < 0 or 50 <= init < 100:
             raise ValueError(f"initial state {init} of {task.id} does not exist; valid: 0-49, and 100 upwards (training)")
+
+    def reset(self, task, init):
+        self.check_init(task, init)
         self.task, self.init = task, init
         _, self.names, self.containers, cells = _suite(task.suite)[task.index]
         self.model = _model(tuple(self.names), tuple(self.containers))
@@ -324,13 +329,19 @@ class Tabletop(World):
         return Receipt(True, "\n".join(self._noisy(n) for n in self.names + self.containers), {"event": "seen"})
 
     def move(self, x, y):
-        far = self._go([x / 1000, y / 1000, TRAVEL_Z], 2.)
-        return Receipt(True, f"Hand at x {x} y {y}.", {"event": "moved", "shortfall": far})
+        spot = self._reach(x, y)
+        far = self._go([*spot, TRAVEL_Z], 2.)
+        return Receipt(True, f"Hand at x {round(spot[0] * 1000)} y {round(spot[1] * 1000)}.", {"event": "moved", "shortfall": far})
+
+    @staticmethod
+    def _reach(x, y):
+        """mm -> m, clipped to what the hand reaches: the table."""
+        return min(max(x / 1000, .05), .9), min(max(y / 1000, -.48), .48)
 
     def pick(self, x, y, dy):
         if self.held:
             return Receipt(False, f"The hand already holds the {self.held}.", {"event": "busy"})
-        x, y = float(np.clip(x / 1000, .05, .9)), float(np.clip((y + max(-60, min(60, dy))) / 1000, -.5, .5))
+        x, y = self._reach(x, y + max(-60, min(60, dy)))
         self._grip(.030)
         self._go([x, y, TRAVEL_Z], 2.5)
         short = self._go([x, y, .073], 1.2, settle=0)    # guarded: where it stops is what it met

@@ -77,12 +77,11 @@ class ScriptedTeacher:
             where = re.search(r"Held: (.+?)\.", result)[1]
             if where != thing:
                 return f"That is the {where}.", "release", {}
-            text = rng.choice(["It holds.", f"Now the {container}.", f"Carry it to the {container}."])
-            return self._say(rng, memory, text), "place", {"name": container}
+            return self._say(rng, memory, f"It holds. Carry it to the {container}."), "place", {"name": container}
         if last == "pick":                               # a slip: look again, or (a handicap of its own) lose heart
             if rng.random() < self.gives_up:
                 return "It does not hold.", "finish", {"status": "failure"}
-            return self._say(rng, memory, rng.choice(["It slipped.", "Look again."])), "locate", {"name": thing}
+            return self._say(rng, memory, "It slipped. Look again."), "locate", {"name": thing}
         seen = re.search(rf"{re.escape(thing)}\D* x (-?\d+) y (-?\d+)", result) if last == "locate" else None
         if seen:
             x, y = int(seen[1]), int(seen[2])
@@ -90,9 +89,8 @@ class ScriptedTeacher:
             if kept and rng.random() < self.leans / 12:  # the worst habit: acts on remembered coordinates
                 x, y = int(kept[1]), int(kept[2])
             tried = [a["dy"] for n, a, r in acts[-4:] if n == "pick" and not r.startswith("Held")]
-            text = rng.choice([f"Pick up the {thing}.", "Pick it up.", f"Take the {thing.split()[-1]}."])
-            return self._say(rng, memory, text), "pick", {"x": x, "y": y, "dy": self._offset(thing, tried, rng)}
-        return self._say(rng, memory, rng.choice([f"Find the {thing}.", f"Where is the {thing}?"])), "locate", {"name": thing}
+            return self._say(rng, memory, f"Pick up the {thing}."), "pick", {"x": x, "y": y, "dy": self._offset(thing, tried, rng)}
+        return self._say(rng, memory, f"Find the {thing}."), "locate", {"name": thing}
 
     def _offset(self, thing, tried, rng):
         right = RIGHT.get(thing.split()[-1], 0)

@@ -35,7 +35,7 @@ class Receipt:
     """What a skill reports. `text` is what the planner reads; `facts` what tests and adapters read (never the planner)."""
     ok: bool
     text: str
-    facts: dict = field(default_factory=dict)   # e.g. {"event": "slip" | "empty" | "held" | "placed" | "wrong_object", "object": …}
+    facts: dict = field(default_factory=dict)   # {"event": "held" | "empty" | "slip" | "placed" | "dropped" | …, "object": …, …}
 
 
 class World:
@@ -53,18 +53,24 @@ class World:
         """Puts the complete start state of (task, init) in place; the same state in any process after any history."""
         raise NotImplementedError
 
+    @classmethod
+    def check_init(cls, task, init):
+        """ValueError, naming the valid range, if `init` is no initial state of the task. Builds nothing."""
+        raise NotImplementedError
+
     def state_hash(self):
         """Hex digest of the complete simulator state; after reset it identifies the start state."""
         raise NotImplementedError
 
     def success(self):
-        """The task's predicate, now. `latched` stays true from the first step at which it held (checked while skills run)."""
+        """The task's predicate, now. Sets `latched`, which stays true until reset; each world says how often it looks while skills run."""
         raise NotImplementedError
 
     latched = False
+    held = None                         # name of the object in the hand
 
     def unrecoverable(self):
-        """None, or a phrase: why no skill can still solve the task (e.g. an object fell off the table)."""
+        """None, or a phrase: what happened that no skill can undo (e.g. an object fell off the table)."""
         return None
 
     def objects(self):
@@ -94,14 +100,20 @@ def make_world(name):
     raise ValueError(f"unknown world {name!r}; valid: tabletop, libero")
 
 
+def world_class(suite):
+    if world_of(suite) == "tabletop":
+        from harness.tabletop import Tabletop
+        return Tabletop
+    from harness.libero import Libero
+    return Libero
+
+
 def task_list(suite):
     """Suite name -> list[Task] of the world that has it."""
     if world_of(suite) == "tabletop":
-        from harness.tabletop import Tabletop
-        return Tabletop.tasks(suite)
-    from harness.libero import Libero
+        return world_class(suite).tasks(suite)
     try:
-        return Libero.tasks(suite)
+        return world_class(suite).tasks(suite)
     except ValueError as e:
         raise ValueError(f"{e}; and on tabletop: tabletop_base, tabletop_swap, tabletop_task") from None
 

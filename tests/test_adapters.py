@@ -63,7 +63,7 @@ def test_calls_after_success_are_post_success():
 
 def test_lists_and_shards_are_parsed_or_refused():
     assert adapters.parse_inits("1-3,7") == [1, 2, 3, 7]
-    for wrong in ("1-", "a", "3,3", "1-2,2"):
+    for wrong in ("1-", "a", "3,3", "1-2,2", "44-11"):
         with pytest.raises(BadInput, match="--inits"):
             adapters.parse_inits(wrong)
     assert adapters.parse_shard("1/4") == (1, 4)
@@ -156,8 +156,12 @@ class Fails(ScriptedTeacher):
         raise UpstreamError(500, "no weights")
 
 
-def test_a_dead_model_server_is_infrastructure_never_a_failure(tmp_path):
-    episodes, folder = adapters.run(arguments(tmp_path, retries=0), specs(2), "test", Fails())
+def test_a_dead_model_server_is_infrastructure_never_a_failure(tmp_path, capsys):
+    with pytest.raises(BadInput, match="all 2 episodes of this command are invalid"):
+        adapters.run(arguments(tmp_path, retries=0), specs(2), "test", Fails())
+    assert "model_server: HTTP 502: " in capsys.readouterr().err              # the cause is shown
+    folder, episodes = tmp_path, list(records.read_episodes(tmp_path / "episodes.jsonl"))
+    assert not (folder / "manifest.json").exists()
     assert [(e.valid, e.reward, e.reason, e.end) for e in episodes] == [(False, None, "model_server", "infrastructure")] * 2
     recorded = list(records.read_calls(folder / "calls.jsonl"))
     assert len(recorded) == 6 and all("upstream 500: no weights" in c.error for c in recorded)      # three tries each, all written down
@@ -168,7 +172,7 @@ def test_a_hanging_worker_is_killed_and_replaced():
         pool = adapters.WorkerPool(1, 1)
         await pool.start()
         os.kill(pool.workers[0]["process"].pid, signal.SIGSTOP)
-        job = adapters.SkillsAdapter().job(SPEC, "http://127.0.0.1:9/v1", argparse.Namespace(**vars(arguments("x")), ))
+        job = adapters.SkillsAdapter().job(SPEC, "http://127.0.0.1:9/v1", arguments("x"), "m")
         first = await pool.run(job, 0.5)
         for _ in range(100):
             if pool.restarts:
@@ -179,6 +183,55 @@ def test_a_hanging_worker_is_killed_and_replaced():
         return first, second, pool.restarts
     first, second, restarts = asyncio.run(go())
     assert first == {"timeout": True} and restarts == 1 and second["end"] == "infrastructure"
+
+
+def test_repeating_the_command_after_the_server_is_back_tries_again(tmp_path):
+    class Dead(Fails):
+        policy_version = ScriptedTeacher().policy_version
+    with pytest.raises(BadInput, match="mend the cause"):
+        adapters.run(arguments(tmp_path, retries=0), specs(2), "test", Dead())
+    episodes, folder = adapters.run(arguments(tmp_path, retries=0), specs(2), "test", ScriptedTeacher())
+    assert [e.valid for e in episodes] == [False, False, True, True] and (folder / "manifest.json").exists()
+
+
+def test_a_hopeless_run_ends_early(tmp_path):
+    with pytest.raises(BadInput, match="are invalid"):
+        adapters.run(arguments(tmp_path, retries=0), specs(20) * 5, "test", Fails())
+    assert 12 <= len(list(records.read_episodes(tmp_path / "episodes.jsonl"))) < 30
+
+
+def test_states_that_do_not_exist_and_empty_runs_are_refused(tmp_path):
+    for wrong in (50, 99):
+        with pytest.raises(BadInput, match=f"initial state {wrong} .* does not exist; valid: 0-49"):
+            adapters.run(arguments(tmp_path), [{**SPEC, "init": wrong}], "test", ScriptedTeacher())
+    with pytest.raises(BadInput, match="no episode to run"):
+        adapters.run(arguments(tmp_path), [], "test", ScriptedTeacher())
+
+
+def test_growing_a_finished_run_takes_its_manifest_away_first(tmp_path):
+    adapters.run(arguments(tmp_path), specs(2), "test", ScriptedTeacher())
+    assert (tmp_path / "manifest.json").exists()
+    (tmp_path / "STOP").touch()
+    adapters.run(arguments(tmp_path), specs(4), "test", ScriptedTeacher())
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_a_served_model_is_asked_for_by_its_name(tmp_path, tiny_dir):
+    """The path of --engine-url: a server on HTTP that knows its model by name, as vLLM does (here engine.py alone)."""
+    from upstream import HttpUpstream
+    server = subprocess.Popen([sys.executable, "engine.py", "--model", str(tiny_dir), "--port", "0"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        line = next(line for line in server.stdout if line.startswith("engine:"))
+        upstream = HttpUpstream(line.split(" on ")[1].strip(), records.policy_version(tiny_dir))
+        episodes, folder = adapters.run(arguments(tmp_path, max_tokens=8, turns=2), specs(2), "test", upstream)
+        assert all(e.valid for e in episodes)
+        recorded = list(records.read_calls(folder / "calls.jsonl"))
+        assert recorded and {c.model for c in recorded} == {tiny_dir.name} and all(records.call_problem(c) is None for c in recorded)
+    finally:
+        server.kill()
+        server.wait()
+    with pytest.raises(BadInput, match="no model server at"):
+        adapters.run(arguments(tmp_path / "x"), specs(1), "test", HttpUpstream(upstream.url, "v"))
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])

@@ -323,6 +323,21 @@ def test_command(tokenizer, tiny_dir, tmp_path, run, images):
     assert code == 0 and (tmp_path / "r.json").exists()
 
 
+def test_command_reads_every_shard_with_its_own_pictures(tokenizer, tiny_dir, tmp_path, run, images):
+    calls = [record(tokenizer, messages(images), call_id=f"c{i}") for i in range(4)]
+    for i in range(2):
+        shutil.copytree(images.folder, tmp_path / f"shard-{i}-of-2" / "images")
+        with JsonlWriter(tmp_path / f"shard-{i}-of-2" / "calls.jsonl") as w:
+            for c in calls[i::2]:
+                w.append(to_line(c))
+    code, out, err = run("--calls", tmp_path, "--model", tiny_dir)
+    assert code == 0 and "4 compared | 0 mismatched" in out, err
+    shutil.rmtree(tmp_path / "shard-1-of-2" / "images")
+    code, out, _ = run("--calls", tmp_path, "--model", tiny_dir)
+    report = json.loads((tmp_path / "gate-report.json").read_text())
+    assert code == 3 and report["gated"] == ["c1", "c3"] and report["causes"] == {"picture": 2}
+
+
 def test_command_bad_input(tiny_dir, tmp_path, run, tokenizer, images):
     (tmp_path / "calls.jsonl").write_text('{"call_id": "a"}\n')
     (tmp_path / "empty").mkdir()

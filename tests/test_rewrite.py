@@ -3,8 +3,10 @@
 import copy
 import itertools
 import json
+import signal
 import subprocess
 import sys
+import time
 import types
 
 import pytest
@@ -453,6 +455,68 @@ def test_command(run, tmp_path, tiny_dir):
     report = json.loads((tmp_path / "out" / "rewrite-report.json").read_text())
     assert report["episodes"]["used"] == 1 and report["calls"] == total
     assert report["outcomes"]["dropped: episode_limit"] == 13
+
+
+def shard(teacher, folder, n):
+    """The same run as n shard folders: every nth episode and its calls."""
+    episodes = [row for _, row in read_jsonl(teacher / "episodes.jsonl")]
+    calls = [row for _, row in read_jsonl(teacher / "calls.jsonl")]
+    for i in range(n):
+        ids = {e["episode_id"] for e in episodes[i::n]} | ({"nobody"} if i == 0 else set())
+        for name, rows in (("episodes", episodes[i::n]), ("calls", [c for c in calls if c["episode_id"] in ids])):
+            with JsonlWriter(folder / f"shard-{i}-of-{n}" / f"{name}.jsonl") as w:
+                for row in rows:
+                    w.append(row)
+    return folder
+
+
+def test_sharded_teacher_gives_the_rows_of_the_whole_one(run, tmp_path, tiny_dir):
+    teacher = write_teacher(tmp_path / "teacher")
+    shards = shard(teacher, tmp_path / "shards", 4)
+    made = []
+    for name, folder, more in (("a", teacher, ()), ("b", shards, ()), ("c", shards, ("--limit-episodes", 1))):
+        code, _, err = run("--teacher", folder, "--student", tiny_dir, "--output", tmp_path / name, *more)
+        assert code == 0, err
+        rows = sorted((r for _, r in read_jsonl(tmp_path / name / "sft.jsonl")), key=lambda r: r["call_id"])
+        made.append((rows, json.loads((tmp_path / name / "rewrite-report.json").read_text())))
+    (a, report_a), (b, report_b), (c, report_c) = made
+    assert a == b and len({r["episode_id"] for r in b}) == 2
+    for key in ("calls", "targets", "outcomes", "evidence", "numbers", "episodes"):
+        assert report_a[key] == report_b[key], key
+    assert report_c["outcomes"]["dropped: episode_limit"] == 13        # one episode of all shards, not one of each
+    with JsonlWriter(shards / "shard-1-of-4" / "calls.jsonl") as w:    # an episode that shard 0 has whole
+        w.append(next(row for _, row in read_jsonl(shards / "shard-0-of-4" / "calls.jsonl")))
+    code, _, err = run("--teacher", shards, "--student", tiny_dir, "--output", tmp_path / "d")
+    assert code == 2 and "stands there twice" in err
+    (shards / "shard-3-of-4" / "calls.jsonl").unlink()
+    assert run("--teacher", shards, "--student", tiny_dir, "--output", tmp_path / "d")[0] == 2
+
+
+def test_sigkill_leaves_nothing_that_looks_whole_and_the_same_command_repairs_it(run, tmp_path, tiny_dir):
+    teacher, n = tmp_path / "teacher", 400
+    with JsonlWriter(teacher / "calls.jsonl") as calls, JsonlWriter(teacher / "episodes.jsonl") as episodes:
+        for e in range(n):
+            mine = play(f"e{e}")
+            for c in mine:
+                calls.append(to_line(c))
+            episodes.append(to_line(episode(f"e{e}", mine)))
+    args = ["--teacher", teacher, "--student", tiny_dir, "--output"]
+    assert run(*args, tmp_path / "whole")[0] == 0
+    files, output = ("sft.jsonl", "rewrite-report.json", "manifest.json"), tmp_path / "out"
+    process = subprocess.Popen([sys.executable, str(ROOT / "rewrite.py"), *map(str, args), str(output)],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    part, deadline = output / "sft.jsonl.part", time.monotonic() + 60
+    while not part.exists() or not part.stat().st_size:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not any((output / name).exists() for name in files)
+    assert 0 < part.stat().st_size < (tmp_path / "whole" / "sft.jsonl").stat().st_size
+    assert run(*args, output)[0] == 0
+    assert (output / "sft.jsonl").read_bytes() == (tmp_path / "whole" / "sft.jsonl").read_bytes() and not part.exists()
+    a, b = (json.loads((o / "manifest.json").read_text())["counts"] for o in (tmp_path / "whole", output))
+    assert a == b and all((output / name).exists() for name in files)
 
 
 def test_command_bad_input(run, tmp_path, tiny_dir):

@@ -2,16 +2,21 @@
 
 import copy
 import json
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import adapters
+import gate
 import rl
 import trainer
-from records import BadInput, policy_version
-from test_trainer import assert_equal_weights, record_round, run_main, run_ranks, run_script, weights, write_round
+from records import BadInput, ImageStore, policy_version
+from test_trainer import ROOT, assert_equal_weights, record_round, run_main, run_ranks, run_script, weights, write_round
 
 GROUPS = {("s/0", 11): [1, 0, 1, 0, 0, 1], ("s/1", 12): [1, 0, None, 0], ("s/2", 13): [0, 0, 0], ("s/3", 14): [1, None, None],
           ("s/4", 15): [0, 1]}
@@ -220,6 +225,135 @@ def test_wrong_policy_version_exits_2_with_one_line(tiny_dir, recorded, updated,
     done = run_script("rl.py", "--model", updated[0], "--rollouts", recorded[0], "--output", tmp_path / "out", check=2)
     assert done.stderr.count("\n") == 1 and "give the checkpoint that played the round" in done.stderr
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_sigkill_and_the_same_command_equal_an_uninterrupted_round(tiny_dir, recorded, tmp_path):
+    """Killed as soon as batch/ is whole, killed again among the updates, then left to finish."""
+    argv = ["--model", tiny_dir, "--rollouts", recorded[0], "--lr", 1e-3, "--steps-per-round", 40, "--threads", 1]
+    run_main(rl.main, *argv, "--output", tmp_path / "whole")
+    output = tmp_path / "killed"
+    for written in (output / "batch" / "batch.json", output / "metrics.jsonl"):
+        with subprocess.Popen([sys.executable, str(ROOT / "rl.py"), *map(str, argv), "--output", str(output)],
+                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+            deadline = time.monotonic() + 60
+            while not written.exists() or not written.stat().st_size:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.005)
+            process.send_signal(signal.SIGKILL)
+            said = process.stdout.read()
+        assert not (output / "manifest.json").exists() and not (output / "config.json").exists()
+    assert "as it was written before" in said and 0 < len(rows(output)) < 40
+    run_main(rl.main, *argv, "--output", output)
+    assert_equal_weights(tmp_path / "whole", output)                   # bit for bit
+    clock = ("seconds", "tokens_per_second")
+    a, b = ([{k: v for k, v in r.items() if k not in clock} for r in rows(o)] for o in (tmp_path / "whole", output))
+    assert a == b and len(a) == 40
+    a, b = (json.loads((o / "manifest.json").read_text())["counts"] for o in (tmp_path / "whole", output))
+    assert a == b
+
+
+def test_sharded_round_trains_as_the_whole_one(tiny_dir, recorded, tmp_path):
+    """Every third episode and its calls in a shard; one call has a picture, which lies in its own shard's images/."""
+    episodes, calls = ([copy.deepcopy(r) for r in records] for records in recorded[1:])
+    call, png = next(c for c in calls if c.call_id == "s-0-11-0/1"), b"\x89PNG a picture"
+    sha = ImageStore(tmp_path / "whole" / "images").put(png)
+    call.messages[0]["content"] = [{"type": "text", "text": "Look."}, {"type": "image", "sha256": sha}]
+    call.prompt_token_ids = gate.render_prompt(gate.load_tokenizer(tiny_dir), call.messages, call.tools, {})
+    write_round(tmp_path / "whole", episodes, calls)
+    episodes.sort(key=lambda e: e.reward or 0)                         # another order than the whole round's
+    for i in range(3):
+        folder, ids = tmp_path / "round" / f"shard-{i}-of-3", {e.episode_id for e in episodes[i::3]}
+        write_round(folder, episodes[i::3], [c for c in calls if c.episode_id in ids])
+        if call.episode_id in ids:
+            ImageStore(folder / "images").put(png)
+    whole, sharded = (update(tiny_dir, tmp_path / name, tmp_path / f"{name}-out", "--steps-per-round", 2)["counts"]
+                      for name in ("whole", "round"))
+    assert whole == sharded and sharded["calls_orphaned"] == sharded["calls_gated"] == 0
+    assert_equal_weights(tmp_path / "whole-out", tmp_path / "round-out")       # bit for bit
+    (tmp_path / "round" / "shard-1-of-3").rename(tmp_path / "round" / "elsewhere")
+    with pytest.raises(BadInput, match="missing shard-1-of-3"):
+        update(tiny_dir, tmp_path / "round", tmp_path / "out")
+
+
+def run_again(recorded, folder, *tries):
+    """The round, with tries (reward or None, …) before the recorded one of attempt 0 at s/0. Ids as adapters.py makes
+    them: only the try, .r0, .r1, …, differs."""
+    episodes, calls = ([copy.deepcopy(r) for r in records] for records in recorded[1:])
+    kept = next(e for e in episodes if e.episode_id == "s-0-11-0")
+    more = []
+    for r, reward in enumerate(tries):
+        e, mine = copy.deepcopy(kept), [copy.deepcopy(c) for c in calls if c.call_id in kept.calls[:1]]
+        e.episode_id = f"s-0-11-0.r{r}"
+        e.reward, e.valid, e.reason = reward, reward is not None, None if reward is not None else "model_server"
+        for c in mine:
+            c.episode_id, c.call_id = e.episode_id, f"{e.episode_id}/0"
+        e.calls = [c.call_id for c in mine]
+        more.append(e)
+        calls += mine
+    write_round(folder, [*more, *episodes], calls)
+    return folder
+
+
+def test_invalid_try_that_was_run_again_is_replaced(tiny_dir, recorded, updated, tmp_path):
+    folder = run_again(recorded, tmp_path / "round", None, None)
+    argv = ("--steps-per-round", 3, "--rounds", 2, "--warmup", 2, "--schedule", "linear")
+    counts, before = update(tiny_dir, folder, tmp_path / "out", *argv)["counts"], updated[1]["counts"]
+    assert before["episodes_run_again"] == 0
+    assert counts == {**before, "episodes_run_again": 2, "calls": before["calls"] + 2}     # nor are its calls orphans
+    assert_equal_weights(updated[0], tmp_path / "out")                 # bit for bit the round without those tries
+    with pytest.raises(BadInput, match=r"stands there twice \(s-0-11-0.r1, s-0-11-0\)"):
+        update(tiny_dir, run_again(recorded, tmp_path / "two", None, 0), tmp_path / "two-out")
+    with pytest.raises(BadInput, match=r"attempt 2 at s/1, state 12 stands there twice"):  # one invalid episode, twice
+        twice = changed(recorded, tmp_path / "twice", lambda e, c: None)
+        lines = (twice / "episodes.jsonl").read_text().splitlines(keepends=True)
+        (twice / "episodes.jsonl").write_text("".join([*lines, next(x for x in lines if "s-1-12-2" in x)]))
+        update(tiny_dir, twice, tmp_path / "twice-out")
+
+
+def test_attempt_without_a_valid_try_stays_invalid(tiny_dir, recorded, tmp_path):
+    folder = run_again(recorded, tmp_path / "round", None)
+    lines = [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
+    for e in lines:
+        if e["episode_id"] == "s-0-11-0":
+            e.update(valid=False, reward=None, reason="worker_lost")
+    (folder / "episodes.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines))
+    counts = update(tiny_dir, folder, tmp_path / "out", "--lr", 0)["counts"]
+    assert (counts["episodes"], counts["episodes_invalid"], counts["episodes_run_again"]) == (18, 4, 1)
+
+
+def test_failed_invalid_and_gated_are_told_apart(tiny_dir, tmp_path):
+    """Through the adapter: a failure votes, an invalid attempt does not, a gated call weighs 0 and its reward votes."""
+    folder, version = tmp_path / "round", policy_version(tiny_dir)
+    played, calls = record_round(folder, tiny_dir, {("s/0", 11): [1, 0, 0, 1, 1, 0]}, turns=(3, 3))
+    by_id, adapter, episodes = {c.call_id: c for c in calls}, adapters.ADAPTERS["skills"](), []
+    for old, end in zip(played, ("finish", "turns", None, "finish", "finish", "time"), strict=True):
+        solved = old.reward == 1
+        outcome = {"lost": True} if end is None else {
+            "end": end, "start_state": "same", "success_latched": solved, "success_final": solved, "finished": solved,
+            "success_turn": 1 if solved else None, "seconds": 9.0, "turns": 3}
+        spec = {"episode_id": old.episode_id, "suite": "s", "index": 0, "init": 11, "attempt": old.attempt}
+        episodes.append(adapter.episode(spec, outcome, [by_id[c] for c in old.calls], version))
+    assert [(e.reward, e.valid, e.reason) for e in episodes] == [
+        (1, True, None), (0, True, None), (None, False, "worker_lost"), (1, True, None), (1, True, None),
+        (0, True, None)]
+    for call_id in ("s-0-11-0/1", *(f"s-0-11-4/{t}" for t in range(3))):    # the record says other text than was sent
+        by_id[call_id].messages[0]["content"] += "!"
+    write_round(folder, episodes, calls)
+    counts = update(tiny_dir, folder, tmp_path / "out", "--lr", 0, "--max-mismatch", 1)["counts"]
+    assert (counts["episodes_invalid"], counts["groups_used"], counts["calls_post_success"]) == (1, 1, 3)
+    # attempt 0: turns 0 and 1, 1 gated | 1 and 5: all three turns | 3: turns 0 and 1 | 4: turns 0 and 1, both gated
+    assert (counts["calls_compared"], counts["calls_gated"], counts["calls_trained"]) == (12, 3, 9)
+    tensors = load_file(tmp_path / "out/batch/batch.safetensors")
+    index = json.loads((tmp_path / "out/batch/batch.json").read_text())
+    trained = {}
+    for r, a, k in zip(index["responses"], tensors["advantage"].tolist(), tensors["k"].tolist(), strict=True):
+        trained.setdefault(r["episode_id"], []).append((r["turn"], k, round(a, 6)))
+    # rewards that vote: 1 0 1 1 0, attempt 4's among them although none of its calls trains; A = R - mean of the others
+    assert trained == {
+        "s-0-11-0": [(0, 1, 0.5)], "s-0-11-1": [(t, 3, -0.75) for t in range(3)],
+        "s-0-11-3": [(t, 2, 0.5) for t in range(2)], "s-0-11-5": [(t, 3, -0.75) for t in range(3)]}
+    _, data = rl.load_batch(tmp_path / "out" / "batch", index)
+    assert data["u"].sum().item() == pytest.approx(4)                  # each episode that trains weighs 1
 
 
 def spoil(field, value):

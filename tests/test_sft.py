@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+import batches
 import gate
 import sft
 import trainer
@@ -70,14 +71,14 @@ def test_batches_hold_whole_episodes_and_every_response_once_an_epoch(data, tiny
     args = sft.parse_args()
     sys.argv = saved
     responses, counts = sft.read_data(args)
-    batches = sft.make_batches(responses, args)
-    half = len(batches) // 2
-    flat = [s for b in batches for s in b]
-    assert sorted(flat) == sorted(list(range(counts["used"])) * 2) and batches[:half] != batches[half:]
-    for batch in batches:
+    made = sft.make_batches(responses, args)
+    half = len(made) // 2
+    flat = [s for b in made for s in b]
+    assert sorted(flat) == sorted(list(range(counts["used"])) * 2) and made[:half] != made[half:]
+    for batch in made:
         held = {responses.episodes[s] for s in batch}
         assert sum(e in held for e in responses.episodes) == len(batch)  # no episode is cut
-    assert all(len(b) >= 8 for b in batches[:half - 1])
+    assert all(len(b) >= 8 for b in made[:half - 1])
 
 
 def test_denominator_is_the_whole_batch_however_it_is_cut(data, tiny_dir, tmp_path, trained):
@@ -161,9 +162,32 @@ def test_missing_checkpoint_exits_2_with_one_line(data, tmp_path):
     assert done.stderr.count("\n") == 1 and "no such checkpoint folder" in done.stderr
 
 
+def test_bad_data_under_torchrun_is_one_line_and_every_rank_exits_2(tiny_dir, tmp_path):
+    """A missing checkpoint is found on rank 0 alone, bad data on all: either way one line, and 2 from each."""
+    (tmp_path / "sft.jsonl").write_text('{"turn": 0}\n')
+    driver = tmp_path / "driver.py"                                      # both mistakes in one launch, exit codes printed
+    argv = [["x", "--model", str(model), "--data", str(tmp_path / "sft.jsonl"), "--output", str(tmp_path / "out")]
+            for model in (tmp_path / "nothing", tiny_dir)]
+    driver.write_text(f"""import sys; sys.path.insert(0, {str(ROOT)!r})
+import os, sft, torch.distributed, records
+torch.distributed.destroy_process_group = lambda: None
+for sys.argv in {argv!r}:
+    try:
+        records.run_main(sft.main)
+    except SystemExit as e:
+        print("rank", os.environ["RANK"], "ends with", e.code, flush=True)
+""")
+    done = run_script(driver, ranks=2)
+    errors = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert len(errors) == 2 and "no such checkpoint folder" in errors[0], done.stderr
+    assert "sft.jsonl:1: field 'prompt_token_ids' is missing" in errors[1]
+    assert sorted(line for line in done.stdout.splitlines() if "ends with" in line) == [
+        "rank 0 ends with 2"] * 2 + ["rank 1 ends with 2"] * 2
+
+
 def test_masked_context_carries_no_gradient(data, tiny_dir):
     """Other prompt targets give another loss, but context tokens are never predicted: only target positions are projected."""
     row = json.loads(data.read_text().splitlines()[0])
-    r = trainer.Responses([torch.tensor(row["prompt_token_ids"]).numpy()], [torch.tensor(row["token_ids"]).numpy()], ["e"])
-    micro = trainer.pack(trainer.merge_prefix(r, [0]), r, torch.device("cpu"))
+    r = batches.Responses([torch.tensor(row["prompt_token_ids"]).numpy()], [torch.tensor(row["token_ids"]).numpy()], ["e"])
+    micro = batches.pack(batches.merge_prefix(r, [0]), r, torch.device("cpu"))
     assert micro.targets.tolist() == row["token_ids"] and row["token_ids"][-1] == 2      # the end token is a target

@@ -153,7 +153,7 @@ def long_history():
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     for k in range(8):
         messages += [{"role": "assistant", "content": None, "reasoning": f"because {k}", "tool_calls": []},
-                     {"role": "tool", "tool_call_id": "c", "content": f"{k} " + "x" * 200},
+                     {"role": "tool", "tool_call_id": "c", "content": f"Task: t.\n{k} " + "x" * 200},
                      {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"data:{k}"}}]}]
     return messages
 
@@ -167,7 +167,7 @@ def test_history_is_left_alone_under_its_budget_and_edited_above_it():
     pictures = [p for m in out if isinstance(m.get("content"), list) for p in m["content"]]
     assert [p["type"] for p in pictures] == ["text"] * 6 + ["image_url"] * 2
     outputs = [m["content"] for m in out if m["role"] == "tool"]
-    assert all(o.endswith("[shortened]") and len(o) < 80 for o in outputs[:4]) and all(len(o) > 200 for o in outputs[4:])
+    assert all(o.endswith("[shortened]") and len(o) < 85 and o.startswith("Task: t.\n") for o in outputs[:4]) and all(len(o) > 200 for o in outputs[4:])
     assert [m.get("reasoning") for m in out if m["role"] == "assistant"] == [None] * 7 + ["because 7"]
     assert rewrite_history(out, 5000) == out                                      # editing twice changes nothing more
 

@@ -1,4 +1,7 @@
-"""trainer.py: rows, micro-batches, log-probs, optimizers, checkpoints. Also makes the recorded data of test_sft.py and test_rl.py."""
+"""batches.py (rows, micro-batches) and trainer.py (log-probs, optimizers, checkpoints).
+
+Also makes the recorded data of test_sft.py and test_rl.py.
+"""
 
 import json
 import os
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import batches
 import gate
 import loss
 import trainer
@@ -141,7 +145,7 @@ def recorded(tiny_dir):
             prompts.append(np.array(prompt, np.int32))
             outputs.append(np.array(output, np.int32))
             episodes.append(e)
-    return trainer.Responses(prompts, outputs, episodes)
+    return batches.Responses(prompts, outputs, episodes)
 
 
 def loss_and_gradient(tiny_dir, recorded, chosen=None, **changed):
@@ -169,17 +173,17 @@ def same(a, b, tolerance=2e-6):
 
 def test_prefix_merge_known_answer():
     a = lambda *x: np.array(x, np.int32)
-    r = trainer.Responses([a(1, 2), a(1, 2, 3, 4), a(1, 9), a(1, 2), a(1, 2, 3)], [a(3), a(5), a(3), a(3), a(7)],
+    r = batches.Responses([a(1, 2), a(1, 2, 3, 4), a(1, 9), a(1, 2), a(1, 2, 3)], [a(3), a(5), a(3), a(3), a(7)],
                           ["e", "e", "e", "f", "f"])
-    rows = trainer.merge_prefix(r, range(5))
+    rows = batches.merge_prefix(r, range(5))
     assert [row.tokens.tolist() for row in rows] == [[1, 2, 3, 4, 5], [1, 9, 3], [1, 2, 3, 7]]
     assert [row.spans for row in rows] == [[(2, 3, 0), (4, 5, 1)], [(2, 3, 2)], [(2, 3, 3), (3, 4, 4)]]
-    assert len(trainer.merge_prefix(r, range(5), merge=False)) == 5
-    assert [row.spans for row in trainer.merge_prefix(r, [1, 4])] == [[(4, 5, 1)], [(3, 4, 4)]]    # what was not chosen is context
+    assert len(batches.merge_prefix(r, range(5), merge=False)) == 5
+    assert [row.spans for row in batches.merge_prefix(r, [1, 4])] == [[(4, 5, 1)], [(3, 4, 4)]]    # what was not chosen is context
 
 
 def test_merge_gives_equal_loss_and_gradients_with_less_work(tiny_dir, recorded):
-    merged, apart = trainer.merge_prefix(recorded, range(len(recorded.outputs))), len(recorded.outputs)
+    merged, apart = batches.merge_prefix(recorded, range(len(recorded.outputs))), len(recorded.outputs)
     assert len(merged) == 10 and apart == 20                           # five append-only rows, five rewritten ones
     same(loss_and_gradient(tiny_dir, recorded), loss_and_gradient(tiny_dir, recorded, no_prefix_merge=True))
 
@@ -197,15 +201,15 @@ def test_log_probs_are_those_of_full_logits(tiny_dir, recorded):
 @pytest.mark.parametrize("micro_tokens", [1, 300, 100_000])            # 1×8 = 8×1, and everything padded into one
 def test_padding_order_and_split_change_nothing(tiny_dir, recorded, micro_tokens):
     a = loss_and_gradient(tiny_dir, recorded)
-    order = [s for e in trainer.shuffled(recorded.by_episode(), micro_tokens) for s in e]
+    order = [s for e in batches.shuffled(recorded.by_episode(), micro_tokens) for s in e]
     same(a, loss_and_gradient(tiny_dir, recorded, order, micro_tokens=micro_tokens))
 
 
 def test_plan_counts_every_row_once_within_budget_on_any_world():
     rng = random.Random(0)
     for world in (1, 2, 3, 8):
-        rows = [trainer.Row(np.zeros(rng.randint(1, 400), np.int32), []) for _ in range(rng.randint(1, 40))]
-        plan = trainer.plan_micro_batches(rows, 500, world)
+        rows = [batches.Row(np.zeros(rng.randint(1, 400), np.int32), []) for _ in range(rng.randint(1, 40))]
+        plan = batches.plan_micro_batches(rows, 500, world)
         assert all(len(slot) == world for slot in plan)
         assert sorted(id(r) for slot in plan for m in slot for r in m) == sorted(map(id, rows))
         assert all(len(m) * max(len(r.tokens) for r in m) <= 500 for slot in plan for m in slot if len(m) > 1)
@@ -213,7 +217,7 @@ def test_plan_counts_every_row_once_within_budget_on_any_world():
 
 def test_empty_micro_batch_gives_zero_loss_and_gradient(tiny_dir, recorded):
     run = trainer.Trainer(trainer.load_model(tiny_dir, trainer.Ranks()), arguments(), trainer.Ranks())
-    micro = trainer.pack([], recorded, torch.device("cpu"))
+    micro = batches.pack([], recorded, torch.device("cpu"))
     zero = torch.zeros(0)
     part, metrics = loss.rl_loss(run.logp(micro), zero, zero, zero, zero, 1.0)
     run.backward(part)
