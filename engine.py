@@ -1,16 +1,13 @@
-"""In-process engine on transformers for tiny planners: continuous batching, cached prefixes, vLLM's chat-completions face.
+"""In-process engine on transformers for tiny planners: continuous batching, cached prefixes, vLLM's face.
 
 vLLM is the real engine. This one exists so that the default needs no server: it runs inside the stage that samples,
-behind the same recording proxy, and its replies carry what vLLM's carry (prompt_token_ids, token_ids, processed
-log-probs, finish_reason, usage).
+behind the same recording proxy, and its replies carry what vLLM's carry: token ids, finish_reason, usage, log-probs of
+the distribution that was sampled from (processed_logprobs: penalties, temperature, min-p, top-k, top-p).
 
-How it works: a slot is a lane of key/value memory, and keeps its content after its request. A new prompt takes over the
-longest prefix that any slot holds, its own last call's or that of another attempt, and computes only the rest. Each step
-is one forward over new prompts, or one over all running requests. Transformers' own model code does the forward; only
-the cache is ours. float32 throughout: recorded log-probs agree with the trainer's forward to 1e-4.
-
-Log-probs are those of the distribution that was sampled from (vLLM's processed_logprobs): penalties, temperature,
-min-p, top-k, top-p. A request whose client leaves ends at the next step. A step that fails fails its own requests only.
+A slot is a lane of key/value memory, and keeps its content after its request. A new prompt takes over the longest
+prefix that any slot holds, of its own last call or of another attempt, and computes only the rest. Each step is one
+forward over new prompts, or one over all running requests. Transformers' own model code does the forward; only the
+cache is ours. float32 throughout: log-probs agree with the trainer's to 1e-4.
 
 Alone it is a small server:
 
@@ -39,24 +36,18 @@ from gate import render_prompt
 from upstream import UpstreamError
 
 GREEDY = 1e-5                                            # a temperature below this is argmax, as in vLLM
-
-
-def _number(x):
-    return type(x) in (int, float) and -1e9 < x < 1e9    # no bool, no nan, no infinity
-
-
-FIELDS = {  # request field -> (test, what is expected); null stands for absent
-    "temperature": (lambda x: _number(x) and x >= 0, "a number >= 0"),
-    "top_p": (lambda x: _number(x) and 0 < x <= 1, "a number above 0, at most 1"),
-    "top_k": (lambda x: type(x) is int and x >= -1, "an integer >= 1, or -1 or 0 for all tokens"),
-    "min_p": (lambda x: _number(x) and 0 <= x <= 1, "a number from 0 to 1"),
-    "presence_penalty": (_number, "a number"),
-    "frequency_penalty": (_number, "a number"),
-    "repetition_penalty": (lambda x: _number(x) and x > 0, "a number > 0"),
-    "max_tokens": (lambda x: type(x) is int and x > 0, "a positive integer"),
-    "seed": (lambda x: type(x) is int and x >= 0, "an integer >= 0; without one it is drawn afresh"),
+NUMBER = (int, float)
+FIELDS = {  # request field -> (types, range, what is expected); null stands for absent, bool is no number
+    "temperature": (NUMBER, lambda x: 0 <= x < 1e9, "a number >= 0"),
+    "top_p": (NUMBER, lambda x: 0 < x <= 1, "a number above 0, at most 1"),
+    "top_k": ((int,), lambda x: -1 <= x, "an integer >= 1, or -1 or 0 for all tokens"),
+    "min_p": (NUMBER, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
+    "presence_penalty": (NUMBER, lambda x: abs(x) < 1e9, "a number"),
+    "frequency_penalty": (NUMBER, lambda x: abs(x) < 1e9, "a number"),
+    "repetition_penalty": (NUMBER, lambda x: 0 < x < 1e9, "a number > 0"),
+    "max_tokens": ((int,), lambda x: x > 0, "a positive integer"),
+    "seed": ((int,), lambda x: x >= 0, "an integer >= 0 (without one it is drawn afresh)"),
 }
-
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _ARGUMENTS = re.compile(r'^\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"arguments"\s*:\s*(\{.*\})\s*\}$', re.DOTALL)
 _THINK = re.compile(r"^\s*<think>(.*?)</think>", re.DOTALL)
@@ -65,7 +56,7 @@ _THINK = re.compile(r"^\s*<think>(.*?)</think>", re.DOTALL)
 def parse_output(text):
     """Generated text -> (content or None, reasoning or None, tool_calls). Unreadable calls stay content, as in vLLM.
 
-    `arguments` is the exact substring generated: the history re-renders to the same text wherever that is canonical JSON.
+    `arguments` is the exact substring generated: the history re-renders to the same text where that is canonical JSON.
     """
     reasoning = None
     if m := _THINK.match(text):
@@ -81,20 +72,19 @@ def parse_output(text):
         calls.append((parts[1], parts[2]))
     content, mark, rest = text.partition("<tool_call>")
     if calls and (_TOOL_CALL.sub("", mark + rest).strip() or text.count(mark) != len(calls)):
-        return text, reasoning, []                       # text after or between calls, or a call left open: not as taught
+        return text, reasoning, []                       # text between or after calls, or one left open
     return (content if calls else text) or None, reasoning, calls
 
 
 def _grouped_attention(module, query, key, value, attention_mask, scaling=None, **_):
     """Grouped-query attention without copying keys to every query head: a group's heads become extra query positions.
 
-    query (B, heads, Q, D), key and value (B, kv, T, D), attention_mask (B, 1, Q, T) added -> (B, Q, heads, D)
+    query (B, heads, Q, D), key and value (B, kv, T, D), attention_mask (B, 1, heads // kv * Q, T) -> (B, Q, heads, D)
     """
     B, heads, Q, D = query.shape
     kv = key.shape[1]
     query = query.reshape(B, kv, heads // kv * Q, D)                                     # (B, kv, G*Q, D)
-    mask = attention_mask.repeat(1, 1, heads // kv, 1)                                   # (B, 1, G*Q, T)
-    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     return out.reshape(B, heads, Q, D).transpose(1, 2).contiguous(), None
 
 
@@ -102,46 +92,36 @@ AttentionInterface.register("grouped", _grouped_attention)
 
 
 class _SlotCache:
-    """Key/value memory of all slots, as transformers' cache: `update` writes the new positions, returns the rows in use.
+    """Key/value memory of all slots, as transformers' cache: `update` writes the new positions, returns those in use.
 
-    keys[l], values[l]: (slots, kv_heads, max_length, head_dim). A batch is described by `rows` (B,), `positions` (B, Q),
-    and `width`: all positions below it are returned.
+    keys[l], values[l]: (slots, kv_heads, max_length, head_dim). A step sets `rows` (B,), its slots, `positions` (B, Q),
+    where to write, and `width`: all positions below it are returned.
     """
     is_compileable = False
 
     def __init__(self, config, slots, max_length):
         kv, heads = config.num_key_value_heads, config.num_attention_heads
         shape = (slots, kv, max_length, getattr(config, "head_dim", None) or config.hidden_size // heads)
-        self.keys = [torch.zeros(shape) for _ in range(config.num_hidden_layers)]
-        self.values = [torch.zeros(shape) for _ in range(config.num_hidden_layers)]
-        self.rows = self.positions = None
-        self.width = 0
+        self.keys, self.values = ([torch.zeros(shape) for _ in range(config.num_hidden_layers)] for _ in "kv")
 
     def update(self, key, value, layer, *_, **__):
         """key, value (B, kv_heads, Q, head_dim) -> (B, kv_heads, width, head_dim) each"""
         out = []
         for memory, x in ((self.keys[layer], key), (self.values[layer], value)):
             memory[self.rows[:, None], :, self.positions] = x.transpose(1, 2)
-            out.append(memory.narrow(2, 0, self.width).index_select(0, self.rows))       # (B, kv_heads, width, head_dim)
+            out.append(memory.narrow(2, 0, self.width).index_select(0, self.rows))
         return out
-
-    def copy(self, source, slot, length):
-        for memory in self.keys + self.values:
-            memory[slot, :, :length] = memory[source, :, :length]
 
     def get_seq_length(self, *_):
         return 0                                         # positions are given explicitly
-
-    def __len__(self):
-        return len(self.keys)
 
 
 class _Request:
     def __init__(self, prompt, sampling, max_tokens, seed, done):
         self.prompt, self.sampling, self.max_tokens, self.done = prompt, sampling, max_tokens, done
-        self.uniform = np.random.default_rng(seed).random(max_tokens).tolist()   # one per token: batching cannot change a sample
+        self.uniform = np.random.default_rng(seed).random(max_tokens).tolist()      # one per token, whatever the batch
         self.ids, self.logprobs, self.slot = [], [], None
-        self.computed, self.pending = 0, prompt          # tokens whose keys the slot holds; tokens that the next step computes
+        self.computed, self.pending = 0, prompt          # count of tokens whose keys are there; tokens to compute next
         self.neutral = sampling == records.TRAIN_SAMPLING
         self.gone = False                                # set when nobody waits for the reply any more
         self.arrived = self.began = time.perf_counter()
@@ -154,18 +134,18 @@ class Engine:
     """
 
     def __init__(self, checkpoint, slots=64, batch=32, max_length=2048, threads=1):
-        for name, value in (("--slots", slots), ("--batch", batch), ("--max-length", max_length), ("--threads", threads)):
-            if value < 1:
-                raise records.BadInput(f"{name} {value}: must be at least 1")
+        counts = {"--slots": slots, "--batch": batch, "--max-length": max_length, "--threads": threads}
+        if wrong := [f"{name} {value}" for name, value in counts.items() if value < 1]:
+            raise records.BadInput(f"{', '.join(wrong)}: must be at least 1")
         if batch > slots:
             raise records.BadInput(f"--batch {batch}: each running request needs a slot, --slots is {slots}; raise it")
         torch.set_num_threads(threads)
         folder = Path(checkpoint)
         self.policy_version = records.policy_version(folder)
-        self.model_name = self.model = folder.name
+        self.model = folder.name
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="grouped").eval()
-        config = self.net.config
+        net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="grouped")
+        self.net, config = net.eval(), net.config
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise records.BadInput(f"{folder}: the in-process engine serves full attention only, this model has "
@@ -173,22 +153,21 @@ class Engine:
         eos = self.net.generation_config.eos_token_id
         self.eos = set(eos if isinstance(eos, list) else [eos])
         self.max_length = min(max_length, config.max_position_embeddings)
+        self.groups = config.num_attention_heads // config.num_key_value_heads
         self.batch, self.cache = batch, _SlotCache(config, slots, self.max_length)
-        self.held = np.full((slots, self.max_length), -1)                # token ids whose keys a slot holds, then -1
-        self.prompts = np.zeros(slots, int)                              # prompt length of a slot's last request
-        self.used = np.zeros(slots)                                      # when a slot was last given back (s)
-        self.free, self.closed = set(range(slots)), False
-        self.inbox = queue.SimpleQueue()
+        self.held = np.full((slots, self.max_length), -1)                    # token ids whose keys a slot holds, then -1
+        self.prompts, self.used = np.zeros(slots, int), np.zeros(slots)      # last request: its prompt length, its end (s)
+        self.free, self.inbox, self.closed = set(range(slots)), queue.SimpleQueue(), False
         self.counts = {"prefilled": 0, "cached": 0, "generated": 0, "steps": 0, "cancelled": 0, "failed": 0}
         self.thread = threading.Thread(target=self._loop, daemon=True, name="engine")
         self.thread.start()
 
-    # ------------------------------------------------------------------------------------------ face
+    # ------------------------------------------------------------ face
 
     async def chat(self, body):
-        for name, (test, expected) in FIELDS.items():
-            if body.get(name) is not None and not test(body[name]):
-                raise UpstreamError(400, f"{name} must be {expected}, found {str(body[name])[:80]!r}")
+        for name, (types, test, expected) in FIELDS.items():
+            if (x := body.get(name)) is not None and not (type(x) in types and test(x)):
+                raise UpstreamError(400, f"{name} must be {expected}, found {repr(x)[:80]}")
         try:
             prompt = render_prompt(self.tokenizer, body["messages"], body.get("tools") or [],
                                    body.get("chat_template_kwargs") or {})
@@ -196,7 +175,7 @@ class Engine:
             raise UpstreamError(400, f"messages cannot be rendered: {type(e).__name__}: {e}") from None
         limit = min(body.get("max_tokens") or self.max_length, self.max_length - len(prompt) - 1)
         if limit < 1:
-            raise UpstreamError(400, f"maximum context length is {self.max_length} tokens, the prompt has {len(prompt)}")
+            raise UpstreamError(400, f"maximum context length is {self.max_length} tokens, prompt has {len(prompt)}")
         if self.closed:
             raise UpstreamError(503, "the engine is closed")
         loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
@@ -228,13 +207,12 @@ class Engine:
                                       "function": {"name": n, "arguments": a}} for n, a in calls]
         finish = "length" if ids[-1] not in self.eos else "tool_calls" if calls else "stop"
         logprobs = [{"token": f"token_id:{i}", "logprob": lp} for i, lp in zip(ids, request.logprobs, strict=True)]
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
+        choice = {"index": 0, "message": message, "finish_reason": finish, "token_ids": ids,
+                  "logprobs": {"content": logprobs}}
         return {"id": f"chatcmpl-{uuid.uuid4().hex[:16]}", "object": "chat.completion", "created": int(time.time()),
-                "model": self.model_name, "prompt_token_ids": prompt, "policy_version": self.policy_version,
-                "queue_seconds": request.began - request.arrived,
-                "choices": [{"index": 0, "message": message, "finish_reason": finish, "token_ids": ids,
-                             "logprobs": {"content": logprobs}}],
-                "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids),
-                          "total_tokens": len(prompt) + len(ids)}}
+                "model": self.model, "prompt_token_ids": prompt, "policy_version": self.policy_version,
+                "queue_seconds": request.began - request.arrived, "choices": [choice], "usage": usage}
 
     async def close(self):
         """Ends the thread; requests that still run or wait get UpstreamError(503)."""
@@ -242,36 +220,36 @@ class Engine:
         self.inbox.put(None)
         await asyncio.to_thread(self.thread.join)
 
-    # ------------------------------------------------------------------------------------------ the loop (its own thread)
+    # ------------------------------------------------------------ the loop (its own thread)
 
     @torch.inference_mode()
     def _loop(self):
         waiting, running = [], []
         while True:
-            with contextlib.suppress(queue.Empty):
-                while True:                              # take all that has arrived; block only when there is nothing to do
-                    request = self.inbox.get(block=not (waiting or running))
-                    if request is None:
-                        for r in running + waiting:
-                            r.done(r, UpstreamError(503, "the engine was closed"))
-                        return
+            with contextlib.suppress(queue.Empty):       # take all that has arrived; block only when nothing is to do
+                while request := self.inbox.get(block=not (waiting or running)):
                     waiting.append(request)
+                for r in running + waiting:              # None: the engine is being closed
+                    r.done(r, UpstreamError(503, "the engine was closed"))
+                return
             for r in running:
                 if r.gone:
                     self._release(r)
             self.counts["cancelled"] += sum(r.gone for r in running + waiting)
-            running, waiting = [r for r in running if not r.gone], [r for r in waiting if not r.gone]
+            running, waiting = ([r for r in requests if not r.gone] for requests in (running, waiting))
             fresh, places = [], self.batch - len(running)
-            if places >= min(len(waiting), max(1, self.batch // 8)):     # under load: fewer and fuller prompt steps
+            if places >= min(len(waiting), max(1, self.batch // 8)):      # under load: fewer and fuller prompt steps
                 fresh, waiting = waiting[:places], waiting[places:]
             running += fresh
             if running:
-                self._step(fresh or list(running), fresh)
+                self._step(fresh or running, fresh)
             running = [r for r in running if r.slot is not None]
 
     def _step(self, batch, fresh):
-        """Seats the fresh requests and adds a token to each of the batch. What raises fails this batch and no other:
-        the forward writes to its own slots only. Requests that end lose their slot."""
+        """Seats the fresh requests, then one token for each of the batch; those that end give up their slot.
+
+        An exception fails this batch and no other request: the forward writes to the batch's own slots only.
+        """
         try:
             for r in fresh:
                 self._seat(r)
@@ -290,27 +268,29 @@ class Engine:
             self.counts["failed"] += len(batch)
 
     def _seat(self, r):
-        """Gives the request a free slot that holds the longest prefix of its prompt known in any slot."""
+        """Gives the request a free slot, with the longest prefix of its prompt that any slot holds."""
         prompt = np.array(r.prompt)
         differs = self.held[:, :len(prompt)] != prompt                                   # (slots, P)
         differs[:, -1] = True                            # the last token is always computed: its logits are needed
-        shared = differs.argmax(1)                                                       # (slots,) length of the common prefix
-        r.computed = int(shared.max())
-        sources = np.flatnonzero(shared == r.computed)
-        # Take over a slot whose whole last prompt is in ours (our own last call); else copy into the one unused for longest.
-        own = [s for s in sources if s in self.free and r.computed >= self.prompts[s]]
-        r.slot = int(own[0]) if own else min(self.free, key=self.used.__getitem__)
+        shared = differs.argmax(1)                                                       # (slots,) common prefix lengths
+        n = r.computed = int(shared.max())
+        sources = np.flatnonzero(shared == n).tolist()
+        # A slot whose whole last prompt is in ours (our own last call's) is continued; else the one unused for longest
+        # gets a copy.
+        own = [s for s in sources if s in self.free and n >= self.prompts[s]]
+        r.slot = own[0] if own else min(self.free, key=self.used.__getitem__)
         self.free.remove(r.slot)
-        self.held[r.slot, r.computed:] = -1              # forgotten before the forward overwrites them
-        if not own:
-            self.cache.copy(int(sources[0]), r.slot, r.computed)
-            self.held[r.slot, :r.computed] = prompt[:r.computed]
-        self.prompts[r.slot], r.pending, r.began = len(prompt), r.prompt[r.computed:], time.perf_counter()
+        self.held[r.slot, n:] = -1                       # forgotten before the forward overwrites the keys
+        if r.slot not in sources:
+            for memory in self.cache.keys + self.cache.values:
+                memory[r.slot, :, :n] = memory[sources[0], :, :n]
+            self.held[r.slot, :n] = prompt[:n]
+        self.prompts[r.slot], r.pending, r.began = len(prompt), r.prompt[n:], time.perf_counter()
         if not r.neutral:
-            r.said = torch.zeros(self.net.config.vocab_size)                             # (V,) times a token was generated
-            r.read = torch.zeros(self.net.config.vocab_size, dtype=torch.bool)           # (V,) stands in the prompt
+            r.said = torch.zeros(self.net.config.vocab_size)                             # (V,) times generated
+            r.read = torch.zeros(self.net.config.vocab_size, dtype=torch.bool)           # (V,) is in the prompt
             r.read[r.prompt] = True
-        self.counts["cached"] += r.computed
+        self.counts["cached"] += n
         self.counts["prefilled"] += len(r.pending)
 
     def _release(self, r):
@@ -320,20 +300,20 @@ class Engine:
 
     def _forward(self, batch):
         """One forward over the pending tokens of B requests, then one sampled token each."""
-        new = np.array([len(r.pending) for r in batch])                                  # (B,)
-        start = np.array([r.computed for r in batch])                                    # (B,)
+        new, start, rows = np.array([(len(r.pending), r.computed, r.slot) for r in batch]).T                 # (B,) each
         Q, width = int(new.max()), int((start + new).max()) + 1
-        ids = np.zeros((len(batch), Q), int)                                             # (B, Q)
+        ids = np.full((len(batch), Q), -1)                                               # (B, Q)
         for row, r in zip(ids, batch, strict=True):
             row[:len(r.pending)] = r.pending
         # A padding query sits right after its row's last token: that place is rewritten before anyone may attend to it.
-        positions = torch.from_numpy(start[:, None] + np.minimum(np.arange(Q), new[:, None]))                # (B, Q)
-        ahead = torch.arange(width) > positions[:, None, :, None]                        # (B, 1, Q, width)
-        mask = torch.zeros(ahead.shape).masked_fill_(ahead, -torch.inf)                  # made here once, not in every layer
-        self.cache.rows, self.cache.positions = torch.tensor([r.slot for r in batch]), positions
-        self.cache.width = width
-        hidden = self.net.model(input_ids=torch.from_numpy(ids), attention_mask=mask, position_ids=positions,
-                                past_key_values=self.cache, use_cache=True).last_hidden_state                # (B, Q, H)
+        positions = start[:, None] + np.minimum(np.arange(Q), new[:, None])              # (B, Q)
+        self.held[rows[:, None], positions] = ids
+        ids, positions, rows = (torch.from_numpy(x) for x in (ids.clip(0), positions, rows))
+        ahead = torch.arange(width) > positions.repeat(1, self.groups)[:, None, :, None]                     # (B, 1, G*Q, T)
+        mask = torch.zeros(ahead.shape).masked_fill_(ahead, -torch.inf)                  # made once, not in every layer
+        self.cache.rows, self.cache.positions, self.cache.width = rows, positions, width
+        hidden = self.net.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
+                                past_key_values=self.cache).last_hidden_state                                # (B, Q, H)
         logits = self.net.lm_head(hidden[torch.arange(len(batch)), torch.from_numpy(new - 1)])               # (B, V)
         log_q = torch.log_softmax(logits, -1)                                            # (B, V)
         shaped = [i for i, r in enumerate(batch) if not r.neutral]
@@ -342,9 +322,8 @@ class Engine:
         chosen = self._choose(batch, log_q)                                              # (B,)
         values = log_q.gather(1, chosen[:, None])[:, 0].clamp(max=0)                     # (B,)
         for r, token, value in zip(batch, chosen.tolist(), values.tolist(), strict=True):
-            self.held[r.slot, r.computed:r.computed + len(r.pending)] = r.pending        # not the token just sampled: it has no key yet
             r.computed += len(r.pending)
-            r.pending = [token]
+            r.pending = [token]                          # has no key yet: the next step, or the next call, computes it
             r.ids.append(token)
             r.logprobs.append(value)
             if not r.neutral:
@@ -353,8 +332,8 @@ class Engine:
         self.counts["generated"] += len(batch)
 
     def _processed(self, batch, logits):
-        """(B, V) logits -> log-probs of the sampled distribution, in vLLM's order: penalties, temperature, min-p, top-k, top-p."""
-        s = {k: torch.tensor([[float(r.sampling[k])] for r in batch]) for k in records.TRAIN_SAMPLING}       # (B, 1) each
+        """(B, V) logits -> log-probs of the sampled distribution: penalties, temperature, min-p, top-k, top-p, as vLLM."""
+        s = {k: torch.tensor([[float(r.sampling[k])] for r in batch]) for k in batch[0].sampling}            # (B, 1) each
         said, read = torch.stack([r.said for r in batch]), torch.stack([r.read for r in batch])              # (B, V)
         x, repeat, V = logits, s["repetition_penalty"], logits.shape[1]
         x = torch.where(read | (said > 0), torch.where(x > 0, x / repeat, x * repeat), x)                    # (B, V)
@@ -366,7 +345,7 @@ class Engine:
         k = torch.where(s["top_k"] < 1, V, s["top_k"]).clamp(max=V).long()               # (B, 1)
         cut = ordered < ordered.gather(1, k - 1)                                         # (B, V)
         p = ordered.masked_fill(cut, -torch.inf).softmax(-1)
-        cut |= (p.cumsum(-1) - p >= s["top_p"]) & (s["top_p"] < 1)                       # keep the smallest set that reaches top_p
+        cut |= (p.cumsum(-1) - p >= s["top_p"]) & (s["top_p"] < 1)                       # the smallest set with that mass
         return x.masked_fill(torch.zeros_like(cut).scatter(1, order, cut), -torch.inf).log_softmax(-1)
 
     def _choose(self, batch, log_q):
@@ -379,35 +358,29 @@ class Engine:
         return torch.where(greedy, log_q.argmax(-1), sampled)
 
 
-# ---------------------------------------------------------------------------------------------- alone: a small server
+# ------------------------------------------------------------ alone: a small server
 
 async def serve(engine, port):
     from aiohttp import web
 
     async def completions(request):
         try:
-            body = await request.json()
-            if not isinstance(body, dict):
-                raise UpstreamError(400, "the body must be a JSON object")
-            return web.json_response(await engine.chat(body))
-        except ValueError as e:
-            error = UpstreamError(400, f"the body is not JSON: {e}")
+            return web.json_response(await engine.chat(await request.json()))
         except UpstreamError as e:
-            error = e
-        detail = {"message": error.message, "type": "engine", "code": error.status}
-        return web.json_response({"error": detail}, status=error.status)
+            error = {"message": e.message, "type": "engine", "code": e.status}
+            return web.json_response({"error": error}, status=e.status)
 
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post("/v1/chat/completions", completions)
-    models = {"object": "list", "data": [{"id": engine.model_name, "object": "model"}]}
+    models = {"object": "list", "data": [{"id": engine.model, "object": "model"}]}
     app.router.add_get("/v1/models", lambda _: web.json_response(models))
-    app.router.add_get("/health", lambda _: web.json_response({"status": "ok", "policy_version": engine.policy_version}))
+    health = {"status": "ok", "policy_version": engine.policy_version}
+    app.router.add_get("/health", lambda _: web.json_response(health))
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)     # a client that leaves ends its call
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
-    await site.start()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    print(f"engine: {engine.model_name} (policy {engine.policy_version}) on {url}", flush=True)
+    print(f"engine: {engine.model} (policy {engine.policy_version}) on {url}", flush=True)
     await asyncio.Event().wait()
 
 

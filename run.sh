@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole pipeline on two CPU cores: from a randomly initialised tiny planner to an RL checkpoint, on MuJoCo tabletop.
 #
-#   bash run.sh                 about 15 minutes after installation; ends with a table, a paired test, a figure and an episode
+#   bash run.sh                 about 12 minutes after installation; ends with a table, a paired test, a figure and an episode
 #   bash run.sh --quick         3 minutes, every stage for real, far too little training for a claim
 #   bash run.sh --seed 1        another seed: other weights, other samples, another result
 #   bash run.sh --grasp-skill 1 the teacher without its handicap (--out keeps the arms apart)
@@ -10,55 +10,56 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-SEED=0 OUT="" GRASP=0.2 QUICK="" ROUNDS=9
+SEED=0 OUT="" GRASP=0.3 QUICK="" ROUNDS=""
 while [ $# -gt 0 ]; do
   case $1 in
-    --quick) QUICK=1; shift ;;
-    --seed) SEED=$2; shift 2 ;;
-    --out) OUT=$2; shift 2 ;;
-    --grasp-skill) GRASP=$2; shift 2 ;;
-    --rounds) ROUNDS=$2; shift 2 ;;
+    --quick) QUICK=1; shift; continue ;;
+    --seed|--out|--grasp-skill|--rounds) [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; } ;;
     *) echo "error: unknown option $1; valid: --quick --seed N --out DIR --grasp-skill Q --rounds N" >&2; exit 2 ;;
   esac
+  case $1 in --seed) SEED=$2 ;; --out) OUT=$2 ;; --grasp-skill) GRASP=$2 ;; --rounds) ROUNDS=$2 ;; esac
+  shift 2
 done
 . ./setup.sh
 RUN=${OUT:-out/tabletop${QUICK:+-quick}-seed$SEED}
 SUITES=tabletop_base,tabletop_swap,tabletop_task
 WORDS="red green blue white black yellow mug pan jug jar pot tray bowl box"     # stay single tokens in the tiny tokenizer
-LIMITS="--turns 14 --max-tokens 64 --concurrency 24"                                        # short tasks, short answers
+LIMITS="--turns 14 --concurrency 24"                                            # short tasks; many episodes share a forward
 SUCCESSES=2200 PER_ROUND=64 EVAL="--inits 1-10"
-if [ -n "$QUICK" ]; then SUCCESSES=150 PER_ROUND=8 ROUNDS=2 EVAL="--inits 1-10 --limit 60"; fi
+if [ -n "$QUICK" ]; then SUCCESSES=200 PER_ROUND=8 ROUNDS=${ROUNDS:-2} EVAL="--inits 1-10 --limit 60"; fi
+ROUNDS=${ROUNDS:-9}
 START=$SECONDS
 
 # 0  A teacher with memory solves tasks; every call is recorded. It knows the right grasp in $GRASP of its picks: room for RL.
-python collect.py --suites $SUITES --inits 11-44,100-999 --target-successes $SUCCESSES --grasp-skill $GRASP --turns 14 --concurrency 24 \
-  --seed $SEED --output $RUN/teacher
+python collect.py --suites $SUITES --inits 11-44,100-999 --target-successes $SUCCESSES --grasp-skill "$GRASP" $LIMITS --seed "$SEED" \
+  --output "$RUN/teacher"
 
 #    The planner: a tokenizer for the recorded text, random weights.
-[ -e $RUN/base/manifest.json ] || python tiny.py --calls $RUN/teacher --isolate $WORDS --seed $SEED --output $RUN/base
+[ -e "$RUN/base/manifest.json" ] || python tiny.py --calls "$RUN/teacher" --isolate $WORDS --seed "$SEED" --output "$RUN/base"
 
 # 1  What a student without memory would have seen, and responses that do not lean on memory; then L_SFT.
-[ -e $RUN/rewrite/manifest.json ] || python rewrite.py --teacher $RUN/teacher --student $RUN/base --output $RUN/rewrite
-torchrun --nproc_per_node 2 sft.py --model $RUN/base --data $RUN/rewrite/sft.jsonl --output $RUN/sft --seed $SEED --threads 1 \
+[ -e "$RUN/rewrite/manifest.json" ] || python rewrite.py --teacher "$RUN/teacher" --student "$RUN/base" --output "$RUN/rewrite"
+torchrun --nproc_per_node 2 sft.py --model "$RUN/base" --data "$RUN/rewrite/sft.jsonl" --output "$RUN/sft" --seed "$SEED" --threads 1 \
   --optimizer muon --lr 4e-3 --schedule wsd --warmup 50 --weight-decay 0.05 --global-batch 16 --epochs 2 --log-every 50
 
 # 2  Rounds of rollouts and L_RL. Groups of six share a start state; each round draws new ones and continues the last round's optimizer.
-policy=$RUN/sft previous=""
-for round in $(seq 1 $ROUNDS); do
-  python rollout.py --model $policy --suites $SUITES --inits 11-44,1000-9999 --groups $PER_ROUND --attempts 6 --round $round $LIMITS \
-    --seed $SEED --output $RUN/round-$round
-  python rl.py --rollouts $RUN/round-$round --model $policy ${previous:+--previous $previous} --round $round --rounds $ROUNDS \
-    --lr 4e-4 --schedule linear --warmup 4 --steps-per-round 2 --seed $SEED --threads 2 --output $RUN/rl-$round
-  if [ -e $RUN/rl-$round/config.json ]; then policy=$RUN/rl-$round previous=$RUN/rl-$round; fi
+policy=$RUN/sft previous="" played=()
+for round in $(seq 1 "$ROUNDS"); do
+  python rollout.py --model "$policy" --suites $SUITES --inits 11-44,1000-9999 --groups $PER_ROUND --attempts 6 --round "$round" \
+    $LIMITS --max-tokens 64 --seed "$SEED" --output "$RUN/round-$round"
+  python rl.py --rollouts "$RUN/round-$round" --model "$policy" ${previous:+--previous "$previous"} --round "$round" --rounds "$ROUNDS" \
+    --lr 4e-4 --schedule linear --warmup 4 --steps-per-round 2 --seed "$SEED" --threads 2 --output "$RUN/rl-$round"
+  if [ -e "$RUN/rl-$round/config.json" ]; then policy=$RUN/rl-$round previous=$RUN/rl-$round; fi
+  played+=("$RUN/round-$round")
 done
 
 # 3  Held-out initial states 1-10 of every task: base, SFT, and the last round's RL checkpoint, paired by (task, state).
 for who in base sft rl; do
   model=$RUN/$who; [ $who != rl ] || model=$policy
-  python eval.py run --model $model --suites $SUITES $EVAL --sampling train $LIMITS --seed $((SEED + 1000)) --output $RUN/eval/$who
+  python eval.py run --model "$model" --suites $SUITES $EVAL --sampling train $LIMITS --max-tokens 64 --seed "$SEED" --output "$RUN/eval/$who"
 done
-python eval.py compare $RUN/eval/sft $RUN/eval/rl --output $RUN/eval/compare
-python eval.py table $RUN/eval/base $RUN/eval/sft $RUN/eval/rl --names base SFT RL --rounds $RUN/round-* --output $RUN/eval
-python eval.py run --model $policy --suites tabletop_base --tasks 12 --inits 1 --sampling train $LIMITS --video tabletop_base/12:1 \
-  --output $RUN/eval/episode
-echo "run.sh: $((SECONDS - START)) s; table $RUN/eval/table.md, curve $RUN/eval/, episode $RUN/eval/episode/episode.gif"
+python eval.py compare "$RUN/eval/sft" "$RUN/eval/rl" --output "$RUN/eval/compare"
+python eval.py table "$RUN/eval/base" "$RUN/eval/sft" "$RUN/eval/rl" --names base SFT RL --rounds "${played[@]}" --output "$RUN/eval"
+python eval.py run --model "$policy" --suites tabletop_base --tasks 12 --inits 1 --sampling train $LIMITS --max-tokens 64 --seed "$SEED" \
+  --video tabletop_base/12:1 --output "$RUN/eval/episode"
+echo "run.sh: $((SECONDS - START)) s; table $RUN/eval/table.md, curve $RUN/eval/learning.png, episode $RUN/eval/episode/episode.gif"

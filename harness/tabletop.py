@@ -1,13 +1,11 @@
 """Tabletop: our MuJoCo world. A free-flying parallel gripper, goblet-like objects, containers, real contact grasping.
 
 An object is a head on a thin stem. The head is 80 mm long (its long axis is the world's y axis) and wider than the open gripper, except
-for one narrow section; which of the four sections is narrow depends on the object's shape. A pick chooses a section by `dy`:
+for one narrow section right above the stem; which of the four sections that is depends on the object's shape. A pick chooses by `dy`:
 
     right section   the fingers straddle it, close, and lift by friction alone (nothing is welded to the hand)
-    wrong section   the fingers press on the head: far from the stem the object tips over for good, near it sometimes
-
-    section dy (mm)     -20     0      20     40        the stem stands under y = +10 mm
-    wrong: tips over    always  rarely rarely always    (0.50 of 360 wrong picks on 120 states; no right pick did)
+    wrong section   the fingers press on the head. An object with a weighted foot stays up, and the planner may try again; one with a
+                    light foot tips over for good. Half of the objects are light, drawn with the start state, and no skill tells which.
 
 Units inside: metres, seconds, newtons, kilograms. Units of skills: integer millimetres. The table's top is z = 0.
 Initial states: 0 memory, 1-10 evaluation, 11-44 teacher and RL, 45-49 validation, 100 and up: further training states.
@@ -34,6 +32,9 @@ JITTER = .03                                                           # uniform
 TRAVEL_Z = .30                                                         # finger-tip height of free travel, m
 STEP = .002                                                            # physics step, s
 PERCEPTION_SD = .0015                                                  # of a located position, m
+DESCENT = .5                                                           # m/s
+PRESS, REACTION = 1.5, .15                                             # N and s that the hand presses before it lets off
+KP = 1500                                                              # N/m, of the servos that carry the hand
 TILT = .7                                                              # cos of the tilt past which an object has toppled (45 deg)
 
 
@@ -88,22 +89,25 @@ SUITES = ("tabletop_base", "tabletop_swap", "tabletop_task")
 
 # ---------------------------------------------------------------------------------------------- model
 
-def _object_xml(name, number):
+def _object_xml(name, number, weighted):
     colour, shape = name.split()
-    rgba = " ".join(map(str, COLOURS[colour])) + " 1"
-    geoms = [f'<geom type="box" size=".012 .0075 .035" pos="0 .010 .035" mass=".070" rgba="{rgba}"/>']         # stem
-    wide = [s for s in SECTIONS if s != GRASP[shape]]
+    rgba, y0 = " ".join(map(str, COLOURS[colour])) + " 1", GRASP[shape] / 1000
+    geoms = [f'<geom type="box" size=".012 .0075 .035" pos="0 {y0} .035" mass=".070" rgba="{rgba}"/>']         # stem
+    if weighted:
+        geoms.append(f'<geom type="box" size=".014 .028 .006" pos="0 {y0} .006" mass=".14" rgba="{rgba}"/>')   # foot
     runs, last = [], None                                # neighbouring wide sections become one box
-    for s in wide:
-        if last is not None and s - last == 20:
-            runs[-1].append(s)
-        else:
+    for s in SECTIONS:
+        if s == GRASP[shape]:
+            last = None
+        elif last is None:
             runs.append([s])
-        last = s
+            last = s
+        else:
+            runs[-1].append(s)
     for run in runs:
         y, half = (run[0] + run[-1]) / 2000, (run[-1] - run[0] + 20) / 2000
-        geoms.append(f'<geom type="box" size=".040 {half} .015" pos="0 {y} .085" mass="{.008 * len(run)}" rgba="{rgba}"/>')
-    geoms.append(f'<geom type="box" size=".011 .010 .015" pos="0 {GRASP[shape] / 1000} .085" mass=".008" rgba="{rgba}"/>')
+        geoms.append(f'<geom type="box" size=".040 {half} .015" pos="0 {y} .085" mass="{.002 * len(run)}" rgba="{rgba}"/>')
+    geoms.append(f'<geom type="box" size=".011 .010 .015" pos="0 {y0} .085" mass=".004" rgba="{rgba}"/>')
     return f'<body name="object{number}"><freejoint/>{"".join(geoms)}</body>'
 
 
@@ -117,7 +121,7 @@ def _container_xml(name, number):
 
 
 @functools.cache
-def _model(objects, containers):
+def _model(objects, containers, weighted):
     """MjModel of a scene; cached, shared read-only between worlds."""
     return mujoco.MjModel.from_xml_string(f"""
 <mujoco>
@@ -130,7 +134,7 @@ def _model(objects, containers):
  <worldbody>
   <geom name="table" type="box" size=".42 .48 .05" pos=".48 0 -.05" rgba=".75 .65 .5 1"/>
   {"".join(_container_xml(c, i) for i, c in enumerate(containers))}
-  {"".join(_object_xml(o, i) for i, o in enumerate(objects))}
+  {"".join(_object_xml(o, i, weighted[i]) for i, o in enumerate(objects))}
   <body name="hand" gravcomp="1">
    <joint name="x" type="slide" axis="1 0 0"/><joint name="y" type="slide" axis="0 1 0"/><joint name="z" type="slide" axis="0 0 1"/>
    <geom type="box" size=".055 .02 .02" pos="0 0 .09" mass=".15" rgba=".3 .3 .35 1"/>
@@ -144,9 +148,9 @@ def _model(objects, containers):
  </worldbody>
  <equality><joint joint1="left" joint2="right"/></equality>
  <actuator>
-  <position joint="x" kp="1500" kv="40" forcerange="-40 40"/><position joint="y" kp="1500" kv="40" forcerange="-40 40"/>
-  <position joint="z" kp="1500" kv="40" forcerange="-6 12"/>
-  <position joint="left" kp="1500" kv="12" forcerange="-40 40"/>
+  <position joint="x" kp="{KP}" kv="40" forcerange="-40 40"/><position joint="y" kp="{KP}" kv="40" forcerange="-40 40"/>
+  <position joint="z" kp="{KP}" kv="40" forcerange="-25 25"/>
+  <position joint="left" kp="2500" kv="16" forcerange="-70 70"/>
  </actuator>
 </mujoco>""")
 
@@ -192,10 +196,11 @@ class Tabletop(World):
         self.check_init(task, init)
         self.task, self.init = task, init
         _, self.names, self.containers, cells = _suite(task.suite)[task.index]
-        self.model = _model(tuple(self.names), tuple(self.containers))
-        self.data = mujoco.MjData(self.model)
         rng = np.random.default_rng([int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:4], "big"), init])
         self.noise = np.random.default_rng([init, task.index, 1])
+        weighted = tuple(bool(v) for v in rng.integers(0, 2, len(self.names)))
+        self.model = _model(tuple(self.names), tuple(self.containers), weighted)
+        self.data = mujoco.MjData(self.model)
         qpos = self.data.qpos
         for i, cell in enumerate(cells):
             qpos[7 * i:7 * i + 2] = np.array(CELLS[cell]) + rng.uniform(-JITTER, JITTER, 2)
@@ -217,7 +222,7 @@ class Tabletop(World):
 
     def state_hash(self):
         d = self.data
-        state = np.concatenate([d.qpos, d.qvel, d.mocap_pos.ravel(), d.ctrl, [self.task.index, self.init]])
+        state = np.concatenate([d.qpos, d.qvel, d.mocap_pos.ravel(), d.ctrl, self.model.body_mass, [self.init]])
         return hashlib.sha256(self.task.id.encode() + np.ascontiguousarray(state).tobytes()).hexdigest()[:16]
 
     def _position(self, name):
@@ -295,6 +300,21 @@ class Tabletop(World):
             short = float(np.linalg.norm(self._hand() - target))
         return short
 
+    def _descend(self, target):
+        """Guarded descent: ends when the arm has to push, PRESS newtons for REACTION seconds more; -> True if it stands on something."""
+        z = float(self.data.ctrl[2])
+        while z > target[2]:
+            z = max(target[2], z - DESCENT * 3 * STEP)
+            self.data.ctrl[:3] = *target[:2], z
+            self._run(3 * STEP)
+            if z < .13 and self.data.actuator_force[2] < -1:             # N; free descent at constant speed needs none
+                for _ in range(round(REACTION / (5 * STEP))):
+                    self.data.ctrl[2] = self._hand()[2] - PRESS / KP     # a servo's set point that far below pushes that hard
+                    self._run(5 * STEP)
+                return True
+        self._run(.04)
+        return False
+
     def _hand(self):
         return self.data.qpos[self.hand:self.hand + 3].copy()
 
@@ -344,11 +364,7 @@ class Tabletop(World):
         x, y = self._reach(x, y + max(-60, min(60, dy)))
         self._grip(.030)
         self._go([x, y, TRAVEL_Z], 2.5)
-        short = self._go([x, y, .073], 1.2, settle=0)    # guarded: where it stops is what it met
-        self._run(.04)
-        pressed = float(self._hand()[2]) > .085          # the fingers stand on something
-        if pressed:
-            self._run(.15)
+        pressed = self._descend([x, y, .073])
         target = self._nearest(x, y)
         if not pressed:
             self._grip(0.)
@@ -356,7 +372,7 @@ class Tabletop(World):
         self._go([x, y, TRAVEL_Z], .8)
         self.held = None if pressed else self._gripped()
         meant = self.held or target
-        facts = {"object": meant, "dy": dy, "shortfall": short, "right": bool(meant) and GRASP[meant.split()[1]] == dy}
+        facts = {"object": meant, "dy": dy, "right": bool(meant) and GRASP[meant.split()[1]] == dy}
         if self.held:
             return Receipt(True, f"Held: {self.held}.", {**facts, "event": "held"})
         self._grip(.030)

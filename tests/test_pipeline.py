@@ -143,3 +143,27 @@ def test_truncated_and_corrupt_lines(run, tmp_path):
     lines = data.splitlines(keepends=True)
     (tmp_path / "calls.jsonl").write_bytes(b"".join([*lines[:2], b'{"call_id": 7}\n', *lines[2:]]))
     assert "calls.jsonl:3: field" in script("gate.py", "--calls", tmp_path, "--model", run / "sft", code=2).stderr
+
+
+@pytest.mark.slow
+@pytest.mark.libero
+def test_every_stage_runs_on_real_libero_pro(tmp_path):
+    """collect → tiny → rewrite → sft → rollout → gate → rl → eval on the real benchmark; the teacher solves what it tries."""
+    suites, one = "libero_object_swap,libero_object_task", ["--workers", 2, "--turns", 8]
+    script("collect.py", "--suites", suites, "--tasks", "0-1", "--inits", "11-12", "--output", tmp_path / "teacher", *one)
+    episodes = list(records.read_episodes(tmp_path / "teacher" / "episodes.jsonl"))
+    assert len(episodes) == 8 and all(e.valid for e in episodes) and sum(e.reward for e in episodes) >= 7
+    assert all(e.success_final for e in episodes if e.reward)
+    script("tiny.py", "--calls", tmp_path / "teacher", "--output", tmp_path / "base", "--isolate", "basket", "--hidden", 64, "--ff", 128)
+    script("rewrite.py", "--teacher", tmp_path / "teacher", "--student", tmp_path / "base", "--output", tmp_path / "rewrite")
+    script("sft.py", "--model", tmp_path / "base", "--data", tmp_path / "rewrite" / "sft.jsonl", "--output", tmp_path / "sft",
+           "--max-steps", 2, "--global-batch", 8, "--threads", 1)
+    script("rollout.py", "--model", tmp_path / "sft", "--suites", "libero_object_swap", "--inits", "11-44", "--groups", 1, "--attempts", 2,
+           "--max-tokens", 16, "--output", tmp_path / "round-1", *one)
+    played = list(records.read_episodes(tmp_path / "round-1" / "episodes.jsonl"))
+    assert len({e.start_state for e in played}) == 1 and all(e.valid for e in played)
+    script("gate.py", "--calls", tmp_path / "round-1", "--model", tmp_path / "sft")
+    script("rl.py", "--rollouts", tmp_path / "round-1", "--model", tmp_path / "sft", "--output", tmp_path / "rl-1", "--threads", 1)
+    script("eval.py", "run", "--model", tmp_path / "sft", "--suites", "libero_object_task", "--inits", "45", "--limit", 2, "--sampling", "train",
+           "--max-tokens", 16, "--output", tmp_path / "eval", *one)
+    assert records.read_json(tmp_path / "eval" / "report.json")["n"] == 2

@@ -227,9 +227,10 @@ def test_wrong_policy_version_exits_2_with_one_line(tiny_dir, recorded, updated,
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def test_sigkill_and_the_same_command_equal_an_uninterrupted_round(tiny_dir, recorded, tmp_path):
-    """Killed as soon as batch/ is whole, killed again among the updates, then left to finish."""
-    argv = ["--model", tiny_dir, "--rollouts", recorded[0], "--lr", 1e-3, "--steps-per-round", 40, "--threads", 1]
+def test_sigkill_and_the_same_command_equal_an_uninterrupted_round(tiny_dir, tmp_path):
+    """Killed as soon as batch/ is whole, killed again among the updates (a second of them), then left to finish."""
+    _, calls = record_round(tmp_path / "round", tiny_dir, {("s/0", 11): [1, 0] * 15})
+    argv = ["--model", tiny_dir, "--rollouts", tmp_path / "round", "--lr", 1e-3, "--global-batch", 1, "--threads", 1]
     run_main(rl.main, *argv, "--output", tmp_path / "whole")
     output = tmp_path / "killed"
     for written in (output / "batch" / "batch.json", output / "metrics.jsonl"):
@@ -242,12 +243,12 @@ def test_sigkill_and_the_same_command_equal_an_uninterrupted_round(tiny_dir, rec
             process.send_signal(signal.SIGKILL)
             said = process.stdout.read()
         assert not (output / "manifest.json").exists() and not (output / "config.json").exists()
-    assert "as it was written before" in said and 0 < len(rows(output)) < 40
+    assert "as it was written before" in said and 0 < len(rows(output)) < len(calls)
     run_main(rl.main, *argv, "--output", output)
     assert_equal_weights(tmp_path / "whole", output)                   # bit for bit
     clock = ("seconds", "tokens_per_second")
     a, b = ([{k: v for k, v in r.items() if k not in clock} for r in rows(o)] for o in (tmp_path / "whole", output))
-    assert a == b and len(a) == 40
+    assert a == b and len(a) == len(calls)
     a, b = (json.loads((o / "manifest.json").read_text())["counts"] for o in (tmp_path / "whole", output))
     assert a == b
 
@@ -325,6 +326,7 @@ def test_failed_invalid_and_gated_are_told_apart(tiny_dir, tmp_path):
     """Through the adapter: a failure votes, an invalid attempt does not, a gated call weighs 0 and its reward votes."""
     folder, version = tmp_path / "round", policy_version(tiny_dir)
     played, calls = record_round(folder, tiny_dir, {("s/0", 11): [1, 0, 0, 1, 1, 0]}, turns=(3, 3))
+    calls = [copy.deepcopy(c) for c in calls]                          # one by one: nothing shared
     by_id, adapter, episodes = {c.call_id: c for c in calls}, adapters.ADAPTERS["skills"](), []
     for old, end in zip(played, ("finish", "turns", None, "finish", "finish", "time"), strict=True):
         solved = old.reward == 1
