@@ -40,11 +40,11 @@ NUMBER = (int, float)
 FIELDS = {  # request field -> (types, range, what is expected); null stands for absent, bool is no number
     "temperature": (NUMBER, lambda x: 0 <= x < 1e9, "a number >= 0"),
     "top_p": (NUMBER, lambda x: 0 < x <= 1, "a number above 0, at most 1"),
-    "top_k": ((int,), lambda x: -1 <= x, "an integer >= 1, or -1 or 0 for all tokens"),
+    "top_k": ((int,), lambda x: -1 <= x < 1e9, "an integer >= 1, or -1 or 0 for all tokens"),
     "min_p": (NUMBER, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
     "presence_penalty": (NUMBER, lambda x: abs(x) < 1e9, "a number"),
     "frequency_penalty": (NUMBER, lambda x: abs(x) < 1e9, "a number"),
-    "repetition_penalty": (NUMBER, lambda x: 0 < x < 1e9, "a number > 0"),
+    "repetition_penalty": (NUMBER, lambda x: 0.01 <= x <= 100, "a number from 0.01 to 100"),
     "max_tokens": ((int,), lambda x: x > 0, "a positive integer"),
     "seed": ((int,), lambda x: x >= 0, "an integer >= 0 (without one it is drawn afresh)"),
 }
@@ -61,19 +61,15 @@ def parse_output(text):
     reasoning = None
     if m := _THINK.match(text):
         reasoning, text = m[1], text[m.end():]
-    calls = []
-    for m in _TOOL_CALL.finditer(text):
-        parts = _ARGUMENTS.match(m[1])
-        try:
-            if parts is None or not isinstance(json.loads(parts[2]), dict):
-                return text, reasoning, []
-        except ValueError:
-            return text, reasoning, []
-        calls.append((parts[1], parts[2]))
+    calls = [_ARGUMENTS.match(call) for call in _TOOL_CALL.findall(text)]
+    try:
+        fine = bool(calls) and all(isinstance(json.loads(m[2]), dict) for m in calls)
+    except (TypeError, ValueError, RecursionError):      # no match, no JSON, brackets a thousand deep
+        fine = False
     content, mark, rest = text.partition("<tool_call>")
-    if calls and (_TOOL_CALL.sub("", mark + rest).strip() or text.count(mark) != len(calls)):
-        return text, reasoning, []                       # text between or after calls, or one left open
-    return (content if calls else text) or None, reasoning, calls
+    if not fine or _TOOL_CALL.sub("", mark + rest).strip() or text.count(mark) != len(calls):
+        return text or None, reasoning, []               # also with text between or after calls, or one left open
+    return content or None, reasoning, [(m[1], m[2]) for m in calls]
 
 
 def _grouped_attention(module, query, key, value, attention_mask, scaling=None, **_):
@@ -81,8 +77,7 @@ def _grouped_attention(module, query, key, value, attention_mask, scaling=None, 
 
     query (B, heads, Q, D), key and value (B, kv, T, D), attention_mask (B, 1, heads // kv * Q, T) -> (B, Q, heads, D)
     """
-    B, heads, Q, D = query.shape
-    kv = key.shape[1]
+    (B, heads, Q, D), kv = query.shape, key.shape[1]
     query = query.reshape(B, kv, heads // kv * Q, D)                                     # (B, kv, G*Q, D)
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     return out.reshape(B, heads, Q, D).transpose(1, 2).contiguous(), None
@@ -97,7 +92,6 @@ class _SlotCache:
     keys[l], values[l]: (slots, kv_heads, max_length, head_dim). A step sets `rows` (B,), its slots, `positions` (B, Q),
     where to write, and `width`: all positions below it are returned.
     """
-    is_compileable = False
 
     def __init__(self, config, slots, max_length):
         kv, heads = config.num_key_value_heads, config.num_attention_heads
@@ -111,9 +105,6 @@ class _SlotCache:
             memory[self.rows[:, None], :, self.positions] = x.transpose(1, 2)
             out.append(memory.narrow(2, 0, self.width).index_select(0, self.rows))
         return out
-
-    def get_seq_length(self, *_):
-        return 0                                         # positions are given explicitly
 
 
 class _Request:
@@ -141,22 +132,19 @@ class Engine:
             raise records.BadInput(f"--batch {batch}: each running request needs a slot, --slots is {slots}; raise it")
         torch.set_num_threads(threads)
         folder = Path(checkpoint)
-        self.policy_version = records.policy_version(folder)
-        self.model = folder.name
+        self.model, self.policy_version = folder.name, records.policy_version(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="grouped")
         self.net, config = net.eval(), net.config
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
-            raise records.BadInput(f"{folder}: the in-process engine serves full attention only, this model has "
-                                   f"{sorted(kinds)}; use vLLM")
+        if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+            raise records.BadInput(f"{folder}: the in-process engine serves full attention only, not hybrids; use vLLM")
         eos = self.net.generation_config.eos_token_id
         self.eos = set(eos if isinstance(eos, list) else [eos])
         self.max_length = min(max_length, config.max_position_embeddings)
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.batch, self.cache = batch, _SlotCache(config, slots, self.max_length)
-        self.held = np.full((slots, self.max_length), -1)                    # token ids whose keys a slot holds, then -1
-        self.prompts, self.used = np.zeros(slots, int), np.zeros(slots)      # last request: its prompt length, its end (s)
+        self.held = np.full((slots, self.max_length), -1)                # token ids whose keys a slot holds, then -1
+        self.prompts, self.used = np.zeros(slots, int), np.zeros(slots)  # last request: its prompt length, its end (s)
         self.free, self.inbox, self.closed = set(range(slots)), queue.SimpleQueue(), False
         self.counts = {"prefilled": 0, "cached": 0, "generated": 0, "steps": 0, "cancelled": 0, "failed": 0}
         self.thread = threading.Thread(target=self._loop, daemon=True, name="engine")
@@ -168,9 +156,9 @@ class Engine:
         for name, (types, test, expected) in FIELDS.items():
             if (x := body.get(name)) is not None and not (type(x) in types and test(x)):
                 raise UpstreamError(400, f"{name} must be {expected}, found {repr(x)[:80]}")
+        kwargs = body.get("chat_template_kwargs")
         try:
-            prompt = render_prompt(self.tokenizer, body["messages"], body.get("tools") or [],
-                                   body.get("chat_template_kwargs") or {})
+            prompt = render_prompt(self.tokenizer, body["messages"], body.get("tools"), kwargs)
         except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as e:
             raise UpstreamError(400, f"messages cannot be rendered: {type(e).__name__}: {e}") from None
         limit = min(body.get("max_tokens") or self.max_length, self.max_length - len(prompt) - 1)
@@ -232,11 +220,11 @@ class Engine:
                 for r in running + waiting:              # None: the engine is being closed
                     r.done(r, UpstreamError(503, "the engine was closed"))
                 return
-            for r in running:
-                if r.gone:
+            for r in [r for r in running + waiting if r.gone]:           # `gone` may change at any time: read once
+                (waiting if r.slot is None else running).remove(r)
+                if r.slot is not None:
                     self._release(r)
-            self.counts["cancelled"] += sum(r.gone for r in running + waiting)
-            running, waiting = ([r for r in requests if not r.gone] for requests in (running, waiting))
+                self.counts["cancelled"] += 1
             fresh, places = [], self.batch - len(running)
             if places >= min(len(waiting), max(1, self.batch // 8)):      # under load: fewer and fuller prompt steps
                 fresh, waiting = waiting[:places], waiting[places:]
@@ -272,11 +260,10 @@ class Engine:
         prompt = np.array(r.prompt)
         differs = self.held[:, :len(prompt)] != prompt                                   # (slots, P)
         differs[:, -1] = True                            # the last token is always computed: its logits are needed
-        shared = differs.argmax(1)                                                       # (slots,) common prefix lengths
+        shared = differs.argmax(1)                                                       # (slots,) common prefix length
         n = r.computed = int(shared.max())
         sources = np.flatnonzero(shared == n).tolist()
-        # A slot whose whole last prompt is in ours (our own last call's) is continued; else the one unused for longest
-        # gets a copy.
+        # Continue a slot whose whole last prompt is in ours (our last call's); else copy to the one unused for longest.
         own = [s for s in sources if s in self.free and n >= self.prompts[s]]
         r.slot = own[0] if own else min(self.free, key=self.used.__getitem__)
         self.free.remove(r.slot)
@@ -309,7 +296,7 @@ class Engine:
         positions = start[:, None] + np.minimum(np.arange(Q), new[:, None])              # (B, Q)
         self.held[rows[:, None], positions] = ids
         ids, positions, rows = (torch.from_numpy(x) for x in (ids.clip(0), positions, rows))
-        ahead = torch.arange(width) > positions.repeat(1, self.groups)[:, None, :, None]                     # (B, 1, G*Q, T)
+        ahead = torch.arange(width) > positions.repeat(1, self.groups)[:, None, :, None]                # (B, 1, G*Q, T)
         mask = torch.zeros(ahead.shape).masked_fill_(ahead, -torch.inf)                  # made once, not in every layer
         self.cache.rows, self.cache.positions, self.cache.width = rows, positions, width
         hidden = self.net.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
@@ -332,8 +319,8 @@ class Engine:
         self.counts["generated"] += len(batch)
 
     def _processed(self, batch, logits):
-        """(B, V) logits -> log-probs of the sampled distribution: penalties, temperature, min-p, top-k, top-p, as vLLM."""
-        s = {k: torch.tensor([[float(r.sampling[k])] for r in batch]) for k in batch[0].sampling}            # (B, 1) each
+        """(B, V) logits -> log-probs of the sampled distribution; vLLM's order: penalties, temperature, min-p, …"""
+        s = {k: torch.tensor([[float(r.sampling[k])] for r in batch]) for k in batch[0].sampling}          # (B, 1) each
         said, read = torch.stack([r.said for r in batch]), torch.stack([r.read for r in batch])              # (B, V)
         x, repeat, V = logits, s["repetition_penalty"], logits.shape[1]
         x = torch.where(read | (said > 0), torch.where(x > 0, x / repeat, x * repeat), x)                    # (B, V)
@@ -345,7 +332,7 @@ class Engine:
         k = torch.where(s["top_k"] < 1, V, s["top_k"]).clamp(max=V).long()               # (B, 1)
         cut = ordered < ordered.gather(1, k - 1)                                         # (B, V)
         p = ordered.masked_fill(cut, -torch.inf).softmax(-1)
-        cut |= (p.cumsum(-1) - p >= s["top_p"]) & (s["top_p"] < 1)                       # the smallest set with that mass
+        cut |= (p.cumsum(-1) - p >= s["top_p"]) & (s["top_p"] < 1)                     # the smallest set with that mass
         return x.masked_fill(torch.zeros_like(cut).scatter(1, order, cut), -torch.inf).log_softmax(-1)
 
     def _choose(self, batch, log_q):
@@ -373,14 +360,14 @@ async def serve(engine, port):
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post("/v1/chat/completions", completions)
     models = {"object": "list", "data": [{"id": engine.model, "object": "model"}]}
-    app.router.add_get("/v1/models", lambda _: web.json_response(models))
     health = {"status": "ok", "policy_version": engine.policy_version}
+    app.router.add_get("/v1/models", lambda _: web.json_response(models))
     app.router.add_get("/health", lambda _: web.json_response(health))
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)     # a client that leaves ends its call
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    print(f"engine: {engine.model} (policy {engine.policy_version}) on {url}", flush=True)
+    port = runner.addresses[0][1]
+    print(f"engine: {engine.model} (policy {engine.policy_version}) on http://127.0.0.1:{port}/v1", flush=True)
     await asyncio.Event().wait()
 
 

@@ -28,7 +28,10 @@ def main():
     os.dup2(2, 1)                                        # … and send whatever libraries print to stderr
     jobs, lock, pool = queue.SimpleQueue(), threading.Lock(), urllib3.PoolManager(maxsize=args.threads)
 
+    taken = told = 0                                     # jobs read, outcomes written
+
     def work():
+        nonlocal told
         worlds = {}
         while (job := jobs.get()) is not None:
             try:
@@ -40,6 +43,7 @@ def main():
                 outcome = {"crash": traceback.format_exc()}
                 worlds.clear()
             with lock:
+                told += 1
                 out.write(json.dumps({"episode_id": job["episode_id"], **outcome}) + "\n")
         for world in worlds.values():
             world.close()
@@ -48,7 +52,10 @@ def main():
     for t in threads:
         t.start()
     for line in sys.stdin:
+        taken += 1
         jobs.put(json.loads(line))
+    if told < taken:                                     # the parent closes stdin once it has every outcome: so it was killed
+        os._exit(1)
     for _ in threads:
         jobs.put(None)
     for t in threads:
