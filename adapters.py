@@ -347,7 +347,8 @@ async def _run(args, specs, stage, upstream, enough, folder):
     threads = 1 if any(s["suite"].startswith("libero") for s in specs) else args.concurrency
     pool = WorkerPool(min(args.workers, max(1, len(todo))), threads)
     await pool.start()
-    bar = tqdm(total=len(specs), initial=resumed, desc=stage, unit="episode", mininterval=2.0, file=sys.stdout, dynamic_ncols=True)
+    bar = tqdm(total=len(specs), initial=resumed, desc=stage, unit="episode", file=sys.stdout, dynamic_ncols=True,
+               mininterval=1.0 if sys.stdout.isatty() else 20.0)     # in a log file, a line now and then
     stopped = False
 
     async def attempt(spec):

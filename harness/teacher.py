@@ -4,14 +4,13 @@ and draws its chances from the request's seed, so that a recorded run can be rep
 It reads memory when it has memory tools, explains itself in a sentence, sometimes leans on memory in words, in a quoted phrase, in a
 number, or (rarely) in an argument, and it slips and recovers: after a failed pick it looks again and tries another grasp.
 
-`grasp_skill` is its handicap, on purpose: the chance that its first pick of an object uses the right grasp offset. At 1.0 nothing is left
+`grasp_skill` is its handicap, on purpose: the chance that a pick uses the right grasp offset. At 1.0 nothing is left
 for RL to find in grasping; the demo uses a low value so that something is.
 
     python -m harness.teacher --port 8001          the same face over HTTP
 """
 
 import argparse
-import asyncio
 import json
 import random
 import re
@@ -141,7 +140,7 @@ def main():
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post("/v1/chat/completions", completions)
     app.router.add_get("/v1/models", lambda _: web.json_response({"object": "list", "data": [{"id": teacher.model, "object": "model"}]}))
-    asyncio.run(web._run_app(app, host="127.0.0.1", port=args.port, access_log=None))
+    web.run_app(app, host="127.0.0.1", port=args.port, access_log=None)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 from safetensors.torch import load_file
@@ -118,6 +119,30 @@ def test_eval_pairs_and_compares(run):
                "--turns", 3, "--max-tokens", 8, "--workers", 1, "--output", run / f"eval-{who}")
     out = script("eval.py", "compare", run / "eval-base", run / "eval-sft", "--output", run / "compare").stdout
     assert "p = 1" in out and (run / "compare" / "compare.png").exists()
+
+
+@pytest.mark.parametrize("stage", ["rollout.py", "eval.py"])
+def test_rollout_and_eval_killed_and_repeated_lose_and_double_nothing(run, tmp_path, stage):
+    common = ["--model", run / "sft", "--suites", "tabletop_base", "--turns", 2, "--max-tokens", 16, "--workers", 1, "--concurrency", 3]
+    command = ["rollout.py", *common, "--groups", 10, "--attempts", 3] if stage == "rollout.py" else \
+        ["eval.py", "run", *common, "--inits", "45-46", "--limit", 30, "--sampling", "train"]
+    command += ["--output", tmp_path / "out"]
+    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    episodes = tmp_path / "out" / "episodes.jsonl"
+    for _ in range(1200):
+        if episodes.exists() and episodes.read_bytes().count(b"\n") >= 6:
+            break
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    done = episodes.read_bytes().count(b"\n")
+    assert 6 <= done < 30
+    script(*command)
+    rows = list(records.read_episodes(episodes))
+    assert len({(e.task, e.init, e.attempt) for e in rows if e.valid}) == 30 == sum(e.valid for e in rows)
+    calls = {c.call_id: c for c in records.read_calls(tmp_path / "out" / "calls.jsonl")}
+    used = [c for e in rows for c in e.calls]
+    assert len(used) == len(set(used)) and all(records.call_problem(calls[c]) is None for e in rows if e.valid for c in e.calls)
 
 
 @pytest.mark.parametrize("argv, expected", [
