@@ -75,6 +75,8 @@ def parse_args():
     for name in ("global_batch", "micro_tokens", "max_responses"):
         if getattr(args, name) < 1:
             p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
+    if args.steps_per_round:
+        args.global_batch = None                                       # not what will be done: do not print or save it
     return args
 
 
