@@ -186,7 +186,7 @@ def add_rollout_arguments(p, *, sampling, max_tokens=8192):
     g = p.add_argument_group("generation")
     g.add_argument("--sampling", choices=sorted(PROFILES), default=sampling, help="sampling profile; rl.py accepts 'train' alone")
     g.add_argument("--max-tokens", type=at_least(1), default=max_tokens, help="tokens per response")
-    g.add_argument("--request-timeout", type=at_least(1.0, float), default=600, help="the harness gives up on one call after this (s)")
+    g.add_argument("--request-timeout", type=at_least(1.0, float), default=600, help="time-out of one try of a call (s; three tries)")
     g.add_argument("--seed", type=int, default=0, help="run seed: with the episode id and the turn it makes each call's own seed")
     g.add_argument("--shard", default=None, metavar="I/N",
                    help="do every Nth episode from the Ith; default: RANK/WORLD_SIZE under torchrun, else all")

@@ -1,4 +1,4 @@
-"""In-process engine on transformers for tiny planners: continuous batching, cached prefixes, vLLM's face.
+"""In-process engine on transformers for tiny planners: continuous batching, cached prefixes, vLLM's API.
 
 vLLM is the real engine. This one exists so that the default needs no server: it runs inside the stage that samples,
 behind the same recording proxy, and its replies carry what vLLM's carry: token ids, finish_reason, usage, log-probs of
@@ -150,7 +150,7 @@ class Engine:
         self.thread = threading.Thread(target=self._loop, daemon=True, name="engine")
         self.thread.start()
 
-    # ------------------------------------------------------------ face
+    # ------------------------------------------------------------ the API
 
     async def chat(self, body):
         for name, (types, test, expected) in FIELDS.items():

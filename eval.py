@@ -18,9 +18,9 @@ Departures from the papers:
   3. A report names the predicate that its reward is: success at any step (latched) or in the last state (final).
 With several attempts per start, intervals and test take attempts as independent: `starts` says how many there are.
 
-    python eval.py run --model runs/rl-3 --suites tabletop_base,tabletop_swap --inits 1-10 --output runs/eval/rl
-    python eval.py compare runs/eval/sft runs/eval/rl
-    python eval.py table runs/eval/{base,sft,rl} --names base SFT RL --rounds runs/round-* --output runs/table
+    python eval.py run --model run/rl-3 --suites tabletop_base,tabletop_swap --inits 1-10 --output run/eval/rl
+    python eval.py compare run/eval/sft run/eval/rl
+    python eval.py table run/eval/{base,sft,rl} --names base SFT RL --rounds run/round-* --output run/table
     in parts: python eval.py run … --shard 0/4, up to 3/4, or torchrun --nproc_per_node 4 eval.py run …
 """
 
@@ -351,7 +351,7 @@ def run_episodes(args):
 
 def run_compare(args):
     a, b = load(args.a), load(args.b)
-    if a.name == b.name:                            # runs/1/eval and runs/2/eval
+    if a.name == b.name:                            # run-1/eval and run-2/eval
         a, b = (r._replace(name=f"{r.folder.parent.name}/{r.name}") for r in (a, b))
     output = Path(args.output or b.folder / f"against-{a.folder.name}")
     result = compare(a, b, args.measure)
@@ -368,7 +368,7 @@ def md_table(head, rows):
 
 
 def markdown(names, summaries, comparisons):
-    """The README's table: success with intervals and invalid counts, kinds of failure, gains by kind, paired tests."""
+    """Tables in Markdown: success with intervals and invalid counts, kinds of failure, gains by kind, paired tests."""
     kinds = [f.replace("_", " ") for f in FAILURES]
     number = lambda v, scale=1: "–" if v is None else f"{scale * v:.1f}"
     lines = md_table(
@@ -441,13 +441,15 @@ def parser():
     g.add_argument("--video", metavar="SUITE/INDEX:INIT", help="film one episode -> OUTPUT/episode.gif")
     adapters.add_rollout_arguments(r, sampling="eval")
 
-    c = add("compare", "two reports, paired", compare.__doc__)
+    c = add("compare", "two reports, paired",
+            "Two reports paired by (task, init, attempt): both rates, wins, losses, ties and exact sign test of B, per suite.")
     c.add_argument("a", help="output folder of `eval.py run` (or its report.json): the baseline")
     c.add_argument("b", help="… and the one that wins or loses against it")
     c.add_argument("--output", help="folder for compare.json and compare.png; not given: B/against-A")
     c.add_argument("--measure", choices=list(MEASURES), default="reward", help="what counts as success")
 
-    t = add("table", "several reports side by side", markdown.__doc__)
+    t = add("table", "several reports side by side",
+            "Success with intervals and invalid counts, kinds of failure, points gained by kind, paired tests, figures.")
     t.add_argument("reports", nargs="+", help="output folders of `eval.py run`, in the order of training")
     t.add_argument("--names", nargs="+", help="a name for each report; not given: folder names")
     t.add_argument("--rounds", nargs="*", default=[], help="output folders of rollout.py, for the learning curve")

@@ -293,7 +293,7 @@ def parse_args():
     p.add_argument("--model", required=True, help="checkpoint whose tokenizer and chat template render the prompts")
     p.add_argument("--max-mismatch", type=float, default=0.01,
                    help="share of compared calls (0 to 1) above which the exit code is 3")
-    p.add_argument("--output", help="report file; None: DIR/gate-report.json")
+    p.add_argument("--output", help="report file; not given: CALLS/gate-report.json")
     args = p.parse_args()
     if not 0 <= args.max_mismatch <= 1:
         p.error(f"--max-mismatch {args.max_mismatch}: expected a share between 0 and 1")

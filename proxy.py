@@ -23,7 +23,7 @@ seed, of the call that it repeats, names it in `retry_of`, and is never a second
   3. it was delivered as far as we could see, and no new turn since: that reply is sent again; nothing is recorded
 The same bytes without (a) or (b), e.g. sent again after a delivered reply, are a new turn with a new seed.
 
-    python proxy.py --upstream http://127.0.0.1:8000 --out runs/calls --model runs/sft     (one process, no torchrun)
+    python proxy.py --upstream http://127.0.0.1:8000 --out run/calls --model run/sft     (one process, no torchrun)
 """
 
 import argparse

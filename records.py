@@ -4,6 +4,7 @@
     arrivals.jsonl  one request a line       written by proxy.py when a request arrives, so that a kill loses none
     episodes.jsonl  one `Episode` a line     written by adapters.py
     images/         <sha256>.<png|jpg|webp>  exact bytes that were sent, one file per picture
+    args.json       resolved arguments, written first
     manifest.json   arguments, versions, counts, hashes; written last: its presence means "this output is whole"
 
 JSONL is UTF-8, one object a line, appended a whole line at a time. Unknown fields pass through.

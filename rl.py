@@ -11,7 +11,8 @@ Departures from the paper, or choices where it is silent (SPEC.md marks them "ou
  2. The gate runs before the cap of 16, and K counts trained responses only.
  3. Groups whose rewards are all equal are left out of the batch and of Σu, and are not gated: they could not train.
  4. Episodes, not responses, are shuffled into batches; an episode's responses stay together up to the batch border.
- 5. The schedule runs over all rounds, and AdamW's moments and step count carry over.
+ 5. The schedule runs over all rounds, and the optimizer's moments and step count carry over.
+ 6. A group whose valid attempts began in different states is left out and counted.
 
 An attempt that infrastructure spoiled is run again by rollout.py; its valid try is taken. A round is short: killed, the
 same command repeats its update, from batch/ if that is whole; finished, it says so and exits 0.
@@ -54,11 +55,12 @@ def parse_args():
     g.add_argument("--rounds", type=int, default=6, help="rounds of the whole run; the schedule spans them (count)")
     g.add_argument("--previous", help="OUTPUT of the round before, for its state/; required from round 2 on")
     g.add_argument("--fresh-optimizer", action="store_true", help="start without the state of the round before")
-    g.add_argument("--steps-per-round", type=int, help="cut the round into so many steps instead of --global-batch")
+    g.add_argument("--steps-per-round", type=int,
+                   help="cut the round into so many optimizer steps (count) instead of --global-batch")
     g.add_argument("--max-responses", type=int, default=16,
                    help="trained responses per episode, others drawn out (count)")
     g.add_argument("--max-mismatch", type=float, default=0.01,
-                   help="stop when the gate rejects more of the calls (0 to 1)")
+                   help="share of gated calls (0 to 1) above which the run stops")
     g.add_argument("--eps-lo", type=float, default=loss.EPS_LO, help="clip of the ratio below 1")
     g.add_argument("--eps-hi", type=float, default=loss.EPS_HI, help="clip of the ratio above 1")
     g.add_argument("--dual-clip", type=float, default=loss.D, help="d, bound of a negative advantage's loss")

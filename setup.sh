@@ -1,4 +1,4 @@
-# Makes .venv with what this project needs; sourced by run.sh, test.sh and .ci/run.   . ./setup.sh [dev] [libero]
+# Makes .venv with what this project needs; sourced by run.sh, test.sh and runs/*.sh.   . ./setup.sh [dev] [libero]
 # Python 3.11; a finished installation leaves a stamp, so that a second call costs nothing.
 PY=${PYTHON:-$(command -v python3.11 || command -v python3 || true)}
 "$PY" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2> /dev/null || {

@@ -36,14 +36,15 @@ FREE = ("threads", "log_every", "save_every", "micro_tokens", "no_prefix_merge",
 def parse_args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     p.add_argument("--model", required=True, help="base checkpoint: a folder or a hub name")
-    p.add_argument("--data", required=True, help="sft.jsonl")
+    p.add_argument("--data", required=True, help="sft.jsonl of rewrite.py")
     p.add_argument("--output", required=True, help="checkpoint folder to write")
     trainer.add_arguments(p, lr=1e-5, global_batch=128)
     g = p.add_argument_group("sft")
     g.add_argument("--epochs", type=int, default=1, help="passes over the data (count)")
     g.add_argument("--max-steps", type=int, default=0,
                    help="end of the run and its schedule (optimizer steps; 0: all epochs)")
-    g.add_argument("--save-every", type=int, default=200, help="resume point every so many steps (0: none)")
+    g.add_argument("--save-every", type=int, default=200,
+                   help="resume point every so many optimizer steps (count; 0: none)")
     args = p.parse_args()
     for name in ("global_batch", "micro_tokens", "epochs"):
         if getattr(args, name) < 1:

@@ -30,7 +30,7 @@ from records import BadInput, policy_version, read_json, read_jsonl, write_json
 
 
 def add_arguments(p, lr, global_batch):
-    """The arguments that sft.py and rl.py share. Their defaults differ in lr and global batch only."""
+    """The arguments that sft.py and rl.py share; lr and global_batch: the stage's own defaults."""
     g = p.add_argument_group("batches")
     g.add_argument("--global-batch", type=int, default=global_batch,
                    help="responses per optimizer step, over all ranks (count)")
@@ -50,12 +50,13 @@ def add_arguments(p, lr, global_batch):
     g.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), metavar="B", help="AdamW moments (ours)")
     g.add_argument("--clip", type=float, default=1.0, help="largest global gradient norm")
     g = p.add_argument_group("run")
-    g.add_argument("--seed", type=int, default=0, help="seed of the order of episodes")
+    g.add_argument("--seed", type=int, default=0,
+                   help="of the order of episodes; rl.py: also of the draw of --max-responses")
     g.add_argument("--threads", type=int, default=0, help="CPU threads per rank (0: torch's own choice)")
     g.add_argument("--attention", default="sdpa", help="attention implementation of transformers")
     g.add_argument("--save-dtype", choices=("auto", "float32", "bfloat16"), default="auto",
-                   help="auto: bfloat16 on GPUs")
-    g.add_argument("--log-every", type=int, default=1, help="print a line every so many steps")
+                   help="of the saved checkpoint; auto: bfloat16 on GPUs, float32 on CPUs")
+    g.add_argument("--log-every", type=int, default=1, help="print a line every so many optimizer steps (count)")
 
 
 # ---------------------------------------------------------------------------------------------- ranks

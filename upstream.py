@@ -1,4 +1,4 @@
-"""The two faces of a model server that the proxy may stand before: one over HTTP (here), one in-process (engine.py).
+"""The two kinds of model server that the proxy may stand before: one over HTTP (here), one in-process (engine.py).
 
 Both have `await chat(body)` -> chat.completion dict as vLLM's, with token ids and log-probs, `await close()`, and the
 attributes `policy_version` and `model`. They raise UpstreamError, which the proxy records as the call's error.

@@ -9,6 +9,7 @@ for one narrow section right above the stem; which of the four sections that is 
 
 Units inside: metres, seconds, newtons, kilograms. Units of skills: integer millimetres. The table's top is z = 0.
 Initial states: 0 memory, 1-10 evaluation, 11-44 teacher and RL, 45-49 validation, 100 and up: further training states.
+Success is looked at when the hand lets go and after every call (not at every physics step), and latched.
 A start state is a function of (task, init) alone, so attempts of a group and paired evaluations start alike in any process.
 """
 
@@ -41,7 +42,7 @@ TILT = .7                                                              # cos of 
 # ---------------------------------------------------------------------------------------------- tasks
 
 def _scene(rng):
-    """Four objects of which two share the first one's shape or colour (names must be read in full), two containers, six places."""
+    """Four objects of which two share the first one's shape or colour (names must be read in full), two containers, four cells."""
     colours, shapes = list(COLOURS), list(GRASP)
     c, s = rng.choice(colours), rng.choice(shapes)
     objects = [(c, s), (rng.choice([k for k in colours if k != c]), s), (c, rng.choice([k for k in shapes if k != s]))]

@@ -1,4 +1,4 @@
-"""Scripted expert behind the chat-completions face. It sees what any planner sees (messages and tools), keeps nothing between calls,
+"""Scripted expert behind the chat-completions API. It sees what any planner sees (messages and tools), keeps nothing between calls,
 and draws its chances from the request's seed, so that a recorded run can be repeated.
 
 It reads memory when it has memory tools, explains itself in a sentence, sometimes leans on memory in words, in a quoted phrase, in a
@@ -7,7 +7,7 @@ number, or (rarely) in an argument, and it slips and recovers: after a failed pi
 `grasp_skill` is its handicap, on purpose: the chance that a pick uses the right grasp offset. At 1.0 nothing is left
 for RL to find in grasping; the demo uses a low value so that something is.
 
-    python -m harness.teacher --port 8001          the same face over HTTP
+    python -m harness.teacher --port 8001          the same API over HTTP
 """
 
 import argparse
@@ -129,8 +129,8 @@ class ScriptedTeacher:
 def main():
     from aiohttp import web
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--port", type=int, default=8001, help="loopback port")
-    p.add_argument("--grasp-skill", type=float, default=1.0, help="chance of the right grasp offset (0 to 1)")
+    p.add_argument("--port", type=int, default=8001, help="loopback port (default 8001)")
+    p.add_argument("--grasp-skill", type=float, default=1.0, help="chance of the right grasp offset (0 to 1, default 1)")
     args = p.parse_args()
     teacher = ScriptedTeacher(args.grasp_skill)
 

@@ -22,7 +22,7 @@ from harness.world import make_world, world_of
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--threads", type=int, default=1, help="episodes at a time")
+    p.add_argument("--threads", type=int, default=1, help="episodes at a time (count, default 1)")
     args = p.parse_args()
     out = os.fdopen(os.dup(1), "w", buffering=1)         # keep the real stdout for outcomes …
     os.dup2(2, 1)                                        # … and send whatever libraries print to stderr
