@@ -170,7 +170,7 @@ class WorkerPool:
 
 # ---------------------------------------------------------------------------------------------- arguments that stages share
 
-def add_rollout_arguments(p, *, sampling, max_tokens=8192):
+def add_rollout_arguments(p, *, sampling):
     """Arguments of every stage that runs episodes; their one source of defaults."""
     g = p.add_argument_group("harness")
     g.add_argument("--harness", choices=sorted(ADAPTERS), default="skills", help="which harness runs the episodes")
@@ -185,7 +185,7 @@ def add_rollout_arguments(p, *, sampling, max_tokens=8192):
     g.add_argument("--retries", type=at_least(0), default=1, help="times an invalid episode is run again")
     g = p.add_argument_group("generation")
     g.add_argument("--sampling", choices=sorted(PROFILES), default=sampling, help="sampling profile; rl.py accepts 'train' alone")
-    g.add_argument("--max-tokens", type=at_least(1), default=max_tokens, help="tokens per response")
+    g.add_argument("--max-tokens", type=at_least(1), default=8192, help="tokens per response")
     g.add_argument("--request-timeout", type=at_least(1.0, float), default=600, help="time-out of one try of a call (s; three tries)")
     g.add_argument("--seed", type=int, default=0, help="run seed: with the episode id and the turn it makes each call's own seed")
     g.add_argument("--shard", default=None, metavar="I/N",

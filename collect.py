@@ -20,7 +20,7 @@ import copy
 from pathlib import Path
 
 import adapters
-from records import at_least, BadInput, Formatter, run_main
+from records import at_least, BadInput, Formatter, run_main, STOPPED
 
 
 def parse_args():
@@ -74,8 +74,8 @@ def explore(args, tasks):
     if shards > 1:
         first.output += f"-{shard}"
     specs = [{"suite": s, "index": i, "init": 0, "attempt": 0, "memory": str(memory.resolve()), "memory_write": True} for s, i in tasks]
-    adapters.run(first, specs, "explore", make_teacher(first))
-    return str(memory.resolve())
+    _, folder = adapters.run(first, specs, "explore", make_teacher(first))
+    return str(memory.resolve()) if (folder / "manifest.json").exists() else None
 
 
 def main():
@@ -86,6 +86,8 @@ def main():
     chosen = adapters.parse_inits(args.tasks, "--tasks") if args.tasks else None
     tasks = [(s, t.index) for s, ts in suites.items() for t in ts if chosen is None or t.index in chosen]
     memory = None if args.no_memory else explore(args, tasks)
+    if memory is None and not args.no_memory:
+        return STOPPED
     # States outermost: an early stop still has seen every task.
     specs = [{"suite": s, "index": i, "init": init, "attempt": a, "memory": memory}
              for init in inits for a in range(args.attempts) for s, i in tasks]
@@ -93,7 +95,9 @@ def main():
     if args.target_successes:
         def enough(episodes):
             return sum(e.reward or 0 for e in episodes) >= args.target_successes
-    episodes, _ = adapters.run(args, specs, "collect", make_teacher(args), enough)
+    episodes, folder = adapters.run(args, specs, "collect", make_teacher(args), enough)
+    if not (folder / "manifest.json").exists():
+        return STOPPED
     if enough and not enough(episodes):
         print(f"collect: fewer than --target-successes {args.target_successes} succeeded in all {len(specs)} episodes")
 

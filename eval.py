@@ -331,7 +331,7 @@ def run_episodes(args):
     policy_version, began = upstream.policy_version, time.monotonic()
     episodes, folder = adapters.run(args, specs, "eval", upstream)
     if not (folder / "manifest.json").exists():      # a STOP file ended the run; adapters.run has said so
-        return
+        return records.STOPPED
     if args.video and not Path(film[0]["video"]).exists():
         print(f"note: {args.video} had been run before, so nothing was filmed; give another --output")
     kept, replaced = one_per_attempt(episodes, folder)
@@ -459,7 +459,7 @@ def parser():
 
 def main():
     args = parser().parse_args()
-    {"run": run_episodes, "compare": run_compare, "table": run_table}[args.command](args)
+    return {"run": run_episodes, "compare": run_compare, "table": run_table}[args.command](args)
 
 
 if __name__ == "__main__":

@@ -361,6 +361,9 @@ def at_least(low, kind=int):
     return parse
 
 
+STOPPED = 4       # exit code of a stage that a STOP file ended: its output is not whole, so a pipeline must not go on
+
+
 def run_main(main):
     """Runs a script's main(); BadInput becomes one line on stderr and exit code 2."""
     try:

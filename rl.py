@@ -37,7 +37,7 @@ import loss
 import trainer
 from batches import Responses, merge_prefix, shuffled
 from records import (
-    TRAIN_SAMPLING, BadInput, Formatter, ImageStore, call_problem, folders, policy_version, read_calls, read_episodes,
+    at_least, TRAIN_SAMPLING, BadInput, Formatter, ImageStore, call_problem, folders, policy_version, read_calls, read_episodes,
     read_json, run_main, save_args, sha256_file, write_json, write_manifest)
 
 # counts of the round that each step's row of metrics.jsonl repeats
@@ -55,7 +55,7 @@ def parse_args():
     g.add_argument("--rounds", type=int, default=6, help="rounds of the whole run; the schedule spans them (count)")
     g.add_argument("--previous", help="OUTPUT of the round before, for its state/; required from round 2 on")
     g.add_argument("--fresh-optimizer", action="store_true", help="start without the state of the round before")
-    g.add_argument("--steps-per-round", type=int,
+    g.add_argument("--steps-per-round", type=at_least(1),
                    help="cut the round into so many optimizer steps (count) instead of --global-batch")
     g.add_argument("--max-responses", type=int, default=16,
                    help="trained responses per episode, others drawn out (count)")
@@ -276,8 +276,7 @@ def previous_state(args, version):
 def main():
     args = parse_args()
     output = Path(args.output)
-    if (output / "manifest.json").exists():
-        print(f"rl: {output} is already whole")
+    if trainer.already_whole(output, "rl", args):
         return
     ranks = trainer.Ranks(args.threads)
 
@@ -292,7 +291,7 @@ def main():
     report = {"round": args.round, "rounds": args.rounds, "model": args.model, "previous": args.previous,
               "counts": counts}
     if ranks.main:
-        print("rl: " + " | ".join(f"{k} {v:.4g}" for k, v in counts.items()))
+        print("rl: " + " | ".join(f"{k} {v:,.4f}".rstrip("0").rstrip(".") if v % 1 else f"{k} {v:,.0f}" for k, v in counts.items()))
     if not index["responses"]:
         if ranks.main:
             print(f"rl: nothing to train: of {counts['groups']} groups {counts['groups_equal']} have equal rewards, "

@@ -17,7 +17,7 @@ import argparse
 import random
 
 import adapters
-from records import at_least, BadInput, Formatter, read_json, run_main
+from records import at_least, BadInput, Formatter, read_json, run_main, STOPPED
 
 
 def parse_args():
@@ -71,7 +71,9 @@ def main():
     adapters.refuse_evaluation_states(inits, "rollout.py")
     groups = draw_groups(args, adapters.parse_suites(args.suites), inits)
     specs = [{"suite": s, "index": i, "init": init, "attempt": a} for s, i, init in groups for a in range(args.attempts)]
-    episodes, _ = adapters.run(args, specs, "rollout", adapters.make_upstream(args))
+    episodes, folder = adapters.run(args, specs, "rollout", adapters.make_upstream(args))
+    if not (folder / "manifest.json").exists():
+        return STOPPED
     rewards = {}
     for e in episodes:
         if e.valid:

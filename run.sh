@@ -5,6 +5,7 @@
 #   bash run.sh --quick         3 minutes, every stage for real, far too little training for a claim
 #   bash run.sh --seed 1        another seed: other weights, other samples, another result
 #   bash run.sh --grasp-skill 1 the teacher without its handicap (--out keeps the arms apart)
+#   also: --rounds N (of RL), --out DIR (default out/tabletop-seed<N>)
 #
 # Killed, the same command goes on where it was: each stage skips what it has finished.
 set -euo pipefail

@@ -27,10 +27,7 @@ from tqdm import tqdm
 import loss
 import trainer
 from batches import Responses, merge_prefix, shuffled
-from records import BadInput, Formatter, read_json, read_jsonl, run_main, save_args, sha256_file, write_manifest
-
-# arguments that may differ between a killed run and the one that continues it
-FREE = ("threads", "log_every", "save_every", "micro_tokens", "no_prefix_merge", "attention", "output")
+from records import at_least, BadInput, Formatter, read_json, read_jsonl, run_main, save_args, sha256_file, write_manifest
 
 
 def parse_args():
@@ -41,9 +38,9 @@ def parse_args():
     trainer.add_arguments(p, lr=1e-5, global_batch=128)
     g = p.add_argument_group("sft")
     g.add_argument("--epochs", type=int, default=1, help="passes over the data (count)")
-    g.add_argument("--max-steps", type=int, default=0,
+    g.add_argument("--max-steps", type=at_least(0), default=0,
                    help="end of the run and its schedule (optimizer steps; 0: all epochs)")
-    g.add_argument("--save-every", type=int, default=200,
+    g.add_argument("--save-every", type=at_least(0), default=200,
                    help="resume point every so many optimizer steps (count; 0: none)")
     args = p.parse_args()
     for name in ("global_batch", "micro_tokens", "epochs"):
@@ -101,8 +98,7 @@ def make_batches(responses, args):
 def main():
     args = parse_args()
     output = Path(args.output)
-    if (output / "manifest.json").exists():
-        print(f"sft: {output} is already whole")
+    if trainer.already_whole(output, "sft", args):
         return
     ranks = trainer.Ranks(args.threads)
 
@@ -121,7 +117,7 @@ def main():
     run = trainer.Trainer(model, args, ranks)
 
     # ---- resume
-    identity = {k: str(v) for k, v in sorted(vars(args).items()) if k not in FREE}
+    identity = {k: str(v) for k, v in sorted(vars(args).items()) if k not in trainer.FREE}
     identity["data_sha256"] = sha256_file(args.data)
     resume = ranks.on_main(lambda: trainer.newest_resume(output))
     if resume:

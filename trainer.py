@@ -26,7 +26,25 @@ from torch.optim._muon import Muon, _adjust_lr, _zeropower_via_newtonschulz
 from tqdm import tqdm
 
 from batches import merge_prefix, pack, plan_micro_batches
-from records import BadInput, policy_version, read_json, read_jsonl, write_json
+from records import at_least, BadInput, policy_version, read_json, read_jsonl, write_json
+
+
+# arguments that change how a run is computed or shown, not its result: they may differ when a command is repeated
+FREE = ("threads", "log_every", "micro_tokens", "no_prefix_merge", "attention", "output", "save_every")
+
+
+def already_whole(output, stage, args):
+    """True (and says so) if `output` holds this very run, finished. BadInput if it holds one with other arguments."""
+    if not (output / "manifest.json").exists():
+        return False
+    before = read_json(output / "manifest.json")["arguments"]
+    now = json.loads(json.dumps(vars(args), default=str))
+    for name in sorted(before.keys() | now.keys()):
+        if name not in FREE and before.get(name) != now.get(name):
+            raise BadInput(f"{output}: holds a finished run with {name}={before.get(name)!r}, this command says {now.get(name)!r}; "
+                           "give another --output")
+    print(f"{stage}: {output} is already whole")
+    return True
 
 
 def add_arguments(p, lr, global_batch):
@@ -56,7 +74,7 @@ def add_arguments(p, lr, global_batch):
     g.add_argument("--attention", default="sdpa", help="attention implementation of transformers")
     g.add_argument("--save-dtype", choices=("auto", "float32", "bfloat16"), default="auto",
                    help="of the saved checkpoint; auto: bfloat16 on GPUs, float32 on CPUs")
-    g.add_argument("--log-every", type=int, default=1, help="print a line every so many optimizer steps (count)")
+    g.add_argument("--log-every", type=at_least(1), default=1, help="print a line every so many optimizer steps (count)")
 
 
 # ---------------------------------------------------------------------------------------------- ranks

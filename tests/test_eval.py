@@ -266,7 +266,7 @@ def test_run_stop_resume_and_compare(tiny_dir, tmp_path, command):
     out.mkdir()
     (out / "STOP").touch()
     done = command("run", *common, "--output", out)
-    assert done.returncode == 0 and "ended by a STOP file" in done.stdout and not (out / "report.json").exists()
+    assert done.returncode == records.STOPPED and "ended by a STOP file" in done.stdout and not (out / "report.json").exists()
     (out / "STOP").unlink()
     done = command("run", *common, "--output", out)
     assert done.returncode == 0, done.stderr

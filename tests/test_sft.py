@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -61,8 +62,11 @@ def test_run_learns_logs_and_tells_when_whole(trained, data, tiny_dir, capsys):
     assert log[0]["lr"] == pytest.approx(5e-4) and log[-1]["lr"] == pytest.approx(1e-3 * (1 / 6) / 0.3)
     assert manifest["counts"]["empty"] == 1 and manifest["counts"]["steps"] == 6 and not (trained / "resume").exists()
     before = (trained / "model.safetensors").stat().st_mtime_ns
-    train(data, tiny_dir, trained)
+    same = ["--schedule", "wsd", "--warmup", 2, "--max-steps", 6]
+    train(data, tiny_dir, trained, *same, "--epochs", 2)
     assert "already whole" in capsys.readouterr().out and (trained / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(BadInput, match="finished run with epochs=2, this command says 3"):
+        train(data, tiny_dir, trained, *same, "--epochs", 3)
 
 
 def test_batches_hold_whole_episodes_and_every_response_once_an_epoch(data, tiny_dir):
@@ -181,8 +185,7 @@ for sys.argv in {argv!r}:
     errors = [line for line in done.stderr.splitlines() if "error:" in line]
     assert len(errors) == 2 and "no such checkpoint folder" in errors[0], done.stderr
     assert "sft.jsonl:1: field 'prompt_token_ids' is missing" in errors[1]
-    assert sorted(line for line in done.stdout.splitlines() if "ends with" in line) == [
-        "rank 0 ends with 2"] * 2 + ["rank 1 ends with 2"] * 2
+    assert sorted(re.findall(r"rank (\d) ends with (\d+)", done.stdout)) == [("0", "2")] * 2 + [("1", "2")] * 2, done.stdout
 
 
 def test_masked_context_carries_no_gradient(data, tiny_dir):
