@@ -1,4 +1,4 @@
-"""Does an answer lean on removed text? Detectors, rule-based rewriter and judge of rewrite.py: pure functions of text.
+"""Does a response lean on removed text? Detectors, rule-based rewriter and judge of rewrite.py: pure functions of text.
 
     word      a memory-related word (MEMORY_WORDS) in reasoning or text
     quote     eight consecutive words of the removed text in reasoning or text; case and punctuation do not matter
@@ -74,12 +74,12 @@ def quotes_in(text):
 
 
 class Dependence:
-    """What one answer could lean on: the removed texts, less what the student's own context offers.
+    """What one response could lean on: the removed texts, less what the student's own context offers.
 
     removed   all removed texts (for quotes)
     results   removed results and prompt sections (for numbers; what the teacher itself wrote to memory is no source)
-    context   texts of the student's context, its own answers apart
-    own       texts of its own earlier answers; `leaked` numbers in them came from memory and are no excuse
+    context   texts of the student's context, its own responses apart
+    own       texts of its own earlier responses; `leaked` numbers in them came from memory and are no excuse
     """
 
     def __init__(self, removed, results, context, own=(), leaked=frozenset()):
@@ -120,7 +120,7 @@ class Dependence:
         return self.words(text) + self.quotes(text) + self.numbers(text)
 
     def evidence(self, message):
-        """Everything found in one answer: [{"kind", "where": text | reasoning | arguments, "found"}]."""
+        """Everything found in one response: [{"kind", "where": text | reasoning | arguments, "found"}]."""
         fields = [("text", text_of(message.get("content"))),
                   *(("reasoning", message[k]) for k in reasoning_keys(message)[:1])]
         rows = [{"kind": kind, "where": where, "found": found}
@@ -187,7 +187,7 @@ def rewrite_text(text, dependence):
 
 
 def rewrite_by_rules(message, dependence):
-    """An answer -> the same answer with dependent reasoning and text dropped; tool calls are passed on untouched."""
+    """A response -> the same response with dependent reasoning and text dropped; tool calls are passed on untouched."""
     new = {**message, "content": rewrite_text(text_of(message.get("content")), dependence)}
     return {**new, **{key: rewrite_text(message[key], dependence) for key in reasoning_keys(message)}}
 

@@ -1,9 +1,9 @@
-"""Stage 1a: what the student would have seen, and what it should answer (SPEC.md §2, "Stage 1, SFT").
+"""Stage 1a: what the student would have seen, and what it should respond (SPEC.md §2, "Stage 1, SFT").
 
 The teacher reads memory; the student has none. For every call of a successful teacher episode this rebuilds the
 student's context (memory tools, memory calls, their results and [memory] sections of prompts removed), looks
-for evidence that the answer leans on what was removed (evidence.py: word, quote, number, argument), and makes
-the answer a target, rewrites it first, or keeps it as history only. Outcomes: kept, rewritten, history_only and
+for evidence that the response leans on what was removed (evidence.py: word, quote, number, argument), and makes
+the response a target, rewrites it first, or keeps it as history only. Outcomes: kept, rewritten, history_only and
 dropped (by reason); they add up to the number of calls read.
 
 Reads   TEACHER/{calls,episodes}.jsonl (or those of its shards), the tokenizer and chat template of the student
@@ -14,12 +14,12 @@ Writes  OUTPUT/sft.jsonl            messages, tools, message, prompt_token_ids, 
 
 Departures and choices (ours)
  1. A quote or number that also stands in the student's own context (prompt, tool results, tool specifications,
-    its earlier answers) is no evidence. Numbers which an earlier history-only answer leaked do not count as the
+    its earlier responses) is no evidence. Numbers which an earlier history-only response leaked do not count as the
     student's own.
  2. --rewriter rules drops dependent clauses and sentences and writes nothing new.
- 3. --mode mask leaves flagged answers out as targets. History is the same in both modes (earlier answers as the
+ 3. --mode mask leaves flagged responses out as targets. History is the same in both modes (earlier responses as the
     student would have given them), so mask's rows are a subset of rewrite's and the two arms differ in coverage
-    alone. In an answer that the judge refused, whatever the rewriter could drop is dropped; if nothing is left,
+    alone. In a response that the judge refused, whatever the rewriter could drop is dropped; if nothing is left,
     it leaves the history.
  4. Calls after success are dropped, but --after-success finish keeps the one that ends the episode: a student
     that never sees `finish` does not learn to stop.
@@ -72,17 +72,17 @@ def strip_sections(text, call_id):
 
 
 class History:
-    """One teacher episode, call by call: the student's context of each call, the student's version of each answer.
+    """One teacher episode, call by call: the student's context of each call, the student's version of each response.
 
-    For every delivered call in order: context(call), then answer(call.message, …).
+    For every delivered call in order: context(call), then respond(call.message, …).
     """
 
     def __init__(self, rewriter):
         self.rewriter = rewriter
-        self.answers = []                                  # (teacher's message, student's version or None), in order
+        self.responses = []                                  # (teacher's message, student's version or None), in order
         self.removed, self.results = {}, {}                # removed texts so far (dicts as ordered sets)
-        self.leaked = set()                                # numbers that history-only answers took from memory
-        self.unmatched = 0                                 # history messages that no recorded answer explains
+        self.leaked = set()                                # numbers that history-only responses took from memory
+        self.unmatched = 0                                 # history messages that no recorded response explains
 
     def context(self, call):
         """(student's messages, student's tools, Dependence) of a call; remembers what was removed."""
@@ -95,7 +95,7 @@ class History:
             elif m["role"] == "assistant":
                 for c in m.get("tool_calls") or []:        # ids may repeat from turn to turn: the latest use counts
                     (memory_ids.add if is_memory(c) else memory_ids.discard)(c.get("id"))
-                m, pointer, changed = self._past_answer(m, pointer)
+                m, pointer, changed = self._past_response(m, pointer)
                 edited += [len(messages)] if changed and m else []
             else:
                 m = self._prompt(m, call.call_id)
@@ -110,7 +110,7 @@ class History:
             messages[i] = rewrite_by_rules(messages[i], dependence)
         return messages, tools, dependence
 
-    def answer(self, message, dependence):
+    def respond(self, message, dependence):
         """(student's version or None, evidence, judge's verdict or None, number of memory calls taken out).
 
         The version stands in the history of later calls, whether it becomes a target or not.
@@ -125,7 +125,7 @@ class History:
         if calls and not kept:
             for text in texts_of(own):
                 self._remove(text)
-            self.answers.append((message, None))
+            self.responses.append((message, None))
             return None, [], None, len(calls)
         if kept:
             own["tool_calls"] = kept
@@ -139,7 +139,7 @@ class History:
                 self.leaked.update(*(numbers_in(e["found"]) for e in evidence if e["kind"] in ("number", "argument")))
                 student = {**student, "tool_calls": kept} if kept else student
         nothing = not kept and not student["content"].strip()
-        self.answers.append((message, None if nothing else student))
+        self.responses.append((message, None if nothing else student))
         return student, evidence, verdict, len(calls) - len(kept)
 
     def _remove(self, text, result=False):
@@ -162,13 +162,13 @@ class History:
             return m
         return {**m, "content": content if isinstance(whole, list) else content[0]["text"]} if content else None
 
-    def _past_answer(self, m, pointer):
-        """(student's version or None, next pointer, was the text changed). Answers before `pointer` are used up."""
+    def _past_response(self, m, pointer):
+        """(student's version or None, next pointer, was the text changed). Responses before `pointer` are used up."""
         calls = m.get("tool_calls") or []
         teacher, student = {}, {}
-        for j in range(pointer, len(self.answers)):
-            if _same_answer(self.answers[j][0], m):
-                (teacher, student), pointer = self.answers[j], j + 1
+        for j in range(pointer, len(self.responses)):
+            if _same_response(self.responses[j][0], m):
+                (teacher, student), pointer = self.responses[j], j + 1
                 break
         else:
             self.unmatched += 1
@@ -188,13 +188,13 @@ class History:
 
 
 def _field(message, key):
-    """Content or reasoning of an answer, under whichever name it has."""
+    """Content or reasoning of a response, under whichever name it has."""
     names = ["content"] if key == "content" else reasoning_keys(message)[:1]
     return text_of(message.get(names[0])) if names else ""
 
 
-def _same_answer(teacher, m):
-    """Whether history message m is the recorded answer `teacher`: by tool-call ids and names, else by its text."""
+def _same_response(teacher, m):
+    """Whether history message m is the recorded response `teacher`: by tool-call ids and names, else by its text."""
     a, b = ([(c.get("id"), c["function"]["name"]) for c in x.get("tool_calls") or []] for x in (teacher, m))
     return a == b and (bool(a) or text_of(teacher.get("content")) == text_of(m.get("content")))
 
@@ -246,7 +246,7 @@ def episode_rows(episode, calls, tokenizer, args, report):
             report.outcomes["dropped: not_delivered"] += 1
             continue
         messages, tools, dependence = history.context(call)
-        student, evidence, verdict, memory_calls = history.answer(call.message, dependence)
+        student, evidence, verdict, memory_calls = history.respond(call.message, dependence)
         late = adapters.post_success(episode, call)
         if late and not (args.after_success == "finish" and is_end(call.message, episode)):
             report.outcomes["dropped: after_success"] += 1
@@ -280,7 +280,7 @@ def episode_rows(episode, calls, tokenizer, args, report):
         report.outcomes[outcome] += 1
         if outcome != source:
             continue
-        # As history the answer should be prompt + target again; a merge across their border would make other tokens.
+        # As history the response should be prompt + target again; a merge across their border would make other tokens.
         report.numbers["retokenised"] += whole[:len(ids)] != ids
         if previous is not None:
             report.numbers["extends_previous" if prompt[:len(previous)] == previous else "new_prefix"] += 1
@@ -356,8 +356,8 @@ def parse_args():
     g.add_argument("--output", required=True, help="folder to write")
     g = p.add_argument_group("method")
     g.add_argument("--mode", choices=["rewrite", "mask"], default="rewrite",
-                   help="flagged answers: rewrite them, or leave them out")
-    g.add_argument("--rewriter", choices=sorted(REWRITERS), default="rules", help="who rewrites flagged answers")
+                   help="flagged responses: rewrite them, or leave them out")
+    g.add_argument("--rewriter", choices=sorted(REWRITERS), default="rules", help="who rewrites flagged responses")
     g.add_argument("--after-success", choices=["finish", "none"], default="finish",
                    help="calls after success: keep the one that ends the episode, or none")
     g = p.add_argument_group("limits")
