@@ -142,6 +142,8 @@ def main():
     texts = list(student_texts(calls, args.max_calls))
     if len(texts) == len(SCAFFOLD) * 200:
         raise BadInput(f"{args.calls} holds no call; collect teacher episodes first")
+    seen = set(re.findall(r"\w+", " ".join(texts)))
+    texts += [w for w in args.isolate if w in seen for _ in range(1000)]       # often enough that BPE makes each one token first
     tokenizer = train_tokenizer(texts, args.vocab, args.isolate)
     if split := split_words(tokenizer, args.isolate):
         raise BadInput(f"--isolate: no single token for {', '.join(split)}; leave out words that the calls in {args.calls} "
