@@ -2,7 +2,7 @@
 # The whole pipeline on two CPU cores: from a randomly initialised tiny planner to an RL checkpoint, on MuJoCo tabletop.
 #
 #   bash run.sh                 about 10 minutes after installation; ends with a table, a paired test, a figure and an episode
-#   bash run.sh --quick         3 minutes, every stage for real, far too little training for a claim
+#   bash run.sh --quick         2 minutes, every stage for real, far too little training for a claim
 #   bash run.sh --seed 1        another seed: other weights, other samples, another result
 #   bash run.sh --grasp-skill 1 the teacher without its handicap (--out keeps the arms apart)
 #   also: --rounds N (of RL), --out DIR (default out/tabletop-seed<N>)
