@@ -156,6 +156,9 @@ def folders(path):
     """A run folder, or the shard folders inside it (shard-<i>-of-<n>, all n of them) if the run was sharded."""
     path = Path(path)
     shards = sorted(path.glob("shard-*-of-*"))
+    for folder in shards or [path]:
+        if folder.is_dir() and not (folder / "manifest.json").exists():
+            print(f"note: {folder} has no manifest.json: the run that writes it was stopped, or goes on", file=sys.stderr)
     if not shards:
         return [path]
     n = int(shards[0].name.rsplit("-", 1)[1])
