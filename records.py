@@ -158,7 +158,7 @@ def folders(path):
     shards = sorted(path.glob("shard-*-of-*"))
     for folder in shards or [path]:
         if folder.is_dir() and not (folder / "manifest.json").exists():
-            print(f"note: {folder} has no manifest.json: the run that writes it was stopped, or goes on", file=sys.stderr)
+            print(f"note: {folder} has no manifest.json: the run that writes it was stopped, or goes on", flush=True)
     if not shards:
         return [path]
     n = int(shards[0].name.rsplit("-", 1)[1])

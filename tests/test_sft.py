@@ -179,7 +179,7 @@ for sys.argv in {argv!r}:
     try:
         records.run_main(sft.main)
     except SystemExit as e:
-        print("rank", os.environ["RANK"], "ends with", e.code, flush=True)
+        os.write(1, f"rank {{os.environ['RANK']}} ends with {{e.code}}\\n".encode())      # one write: ranks do not mix lines
 """)
     done = run_script(driver, ranks=2)
     errors = [line for line in done.stderr.splitlines() if "error:" in line]
