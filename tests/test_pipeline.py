@@ -121,6 +121,17 @@ def test_eval_pairs_and_compares(run):
     assert "p = 1" in out and (run / "compare" / "compare.png").exists()
 
 
+def test_pictures_are_stored_once_and_stand_in_the_record_by_hash(tmp_path):
+    script("collect.py", "--suites", "tabletop_base", "--tasks", "1", "--inits", "100", "--no-memory", "--pictures", "--workers", "1",
+           "--output", tmp_path / "t")
+    calls = sorted(records.read_calls(tmp_path / "t" / "calls.jsonl"), key=lambda c: c.turn)
+    shown = [[p["sha256"] for m in c.messages if isinstance(m["content"], list) for p in m["content"]] for c in calls]
+    assert [len(s) for s in shown] == [0, 0, 1, 2] and shown[3][0] == shown[2][0]     # locate shows nothing, pick and place a picture each
+    store = records.ImageStore(tmp_path / "t" / "images")
+    assert all(store.get(sha).startswith(b"\x89PNG") for sha in shown[3])
+    assert len(list((tmp_path / "t" / "images").iterdir())) == 2 and "base64" not in (tmp_path / "t" / "calls.jsonl").read_text()
+
+
 @pytest.mark.parametrize("stage", ["rollout.py", "eval.py"])
 def test_rollout_and_eval_killed_and_repeated_lose_and_double_nothing(run, tmp_path, stage):
     common = ["--model", run / "sft", "--suites", "tabletop_base", "--turns", 2, "--max-tokens", 16, "--workers", 1, "--concurrency", 3]
