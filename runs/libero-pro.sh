@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every stage in sequence on the real LIBERO-PRO benchmark (libero_object_swap, libero_object_task), with scripted skills in place of
-# the VLA. Small: it shows that the path works, its numbers claim nothing. About 15 minutes on 2 cores; the same command goes on when killed.
+# the VLA. Small: it shows that the path works, its numbers claim nothing. About 5 minutes on 2 cores; the same command goes on when killed.
 #
 #   bash runs/libero-pro.sh [OUT]
 set -euo pipefail
