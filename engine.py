@@ -152,7 +152,10 @@ class Engine:
 
     # ------------------------------------------------------------ the API
 
-    async def chat(self, body):
+    async def ready(self):
+        pass                                             # its weights never change
+
+    async def chat(self, body, episode_id=""):
         for name, (types, test, expected) in FIELDS.items():
             if (x := body.get(name)) is not None and not (type(x) in types and test(x)):
                 raise UpstreamError(400, f"{name} must be {expected}, found {repr(x)[:80]}")

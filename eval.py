@@ -35,6 +35,7 @@ from typing import NamedTuple
 from scipy.stats import binomtest
 
 import adapters
+import serving
 import records
 from records import BadInput
 
@@ -327,7 +328,7 @@ def run_episodes(args):
     trained = [i for i in inits if i not in (*adapters.EVALUATION_STATES, *adapters.VALIDATION_STATES)]
     if trained:
         print(f"note: states {args.inits} are not all held out ({len(trained)} are memory or training states)")
-    upstream = adapters.make_upstream(args)
+    upstream = serving.make_upstream(args)
     policy_version, began = upstream.policy_version, time.monotonic()
     episodes, folder = adapters.run(args, specs, "eval", upstream)
     if not (folder / "manifest.json").exists():      # a STOP file ended the run; adapters.run has said so
@@ -431,7 +432,7 @@ def parser():
 
     r = add("run", "episodes of a checkpoint -> report.json")
     r.add_argument("--output", required=True, help="folder to write")
-    adapters.add_engine_arguments(r)
+    serving.add_engine_arguments(r)
     g = r.add_argument_group("tasks")
     g.add_argument("--suites", required=True, help="suites, comma-separated")
     g.add_argument("--tasks", help="task indices, e.g. 0-4; not given: all of each suite")

@@ -190,8 +190,8 @@ class EpisodeLog:
 
 
 class Proxy:
-    """upstream: has `chat(body)` (which leaves the body unchanged: the Call shares its messages), `policy_version`,
-    `model`; see HttpUpstream. sampling: a full profile. timeout: seconds for one reply.
+    """upstream: what upstream.py describes (the Call shares its messages with the body that is sent). sampling: a full
+    profile. timeout: seconds for one reply.
 
     standalone: nobody takes calls, so none are kept in memory, and episodes already in `out_dir` go on at their next
     turn (else an episode that this process has not seen starts at turn 0, as a repeated attempt should).
@@ -287,7 +287,7 @@ class Proxy:
         if earlier and earlier.ok is None and not earlier.client_gone():
             earlier.superseded, flight.task = True, earlier.task
         else:
-            flight.task = asyncio.create_task(self._generate(sent))
+            flight.task = asyncio.create_task(self._generate(episode_id, sent))
         if log.last and not earlier:
             log.last.reply = b""                       # a new turn: the previous reply was read
         log.last = log.by_digest[digest] = flight
@@ -342,10 +342,13 @@ class Proxy:
             sent.pop(name, None)
         return call, sent
 
-    async def _generate(self, sent):
+    async def _generate(self, episode_id, sent):
+        """-> (reply, policy version that it was sent to). Waiting for new weights does not count as waiting for a reply."""
         try:
+            await self.upstream.ready()
+            version = self.upstream.policy_version
             async with asyncio.timeout(self.timeout):
-                return await self.upstream.chat(sent)
+                return await self.upstream.chat(sent, episode_id), version
         except TimeoutError:
             raise UpstreamError(504, f"no reply within {self.timeout:g} s", "timeout") from None
         except UpstreamError:
@@ -358,7 +361,7 @@ class Proxy:
         """Waits for upstream, fills the Call -> (response, its bytes if it is a reply and no error)."""
         try:
             try:
-                reply = await asyncio.shield(flight.task)      # shielded: a retry may be waiting for the same request
+                reply, call.policy_version = await asyncio.shield(flight.task)     # a retry may wait for the same request
             except asyncio.CancelledError:
                 if asyncio.current_task().cancelling():        # our own client has gone
                     raise

@@ -17,13 +17,14 @@ import argparse
 import random
 
 import adapters
+import serving
 from records import at_least, BadInput, Formatter, read_json, run_main, STOPPED
 
 
 def parse_args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     p.add_argument("--output", required=True, help="folder to write (one per round)")
-    adapters.add_engine_arguments(p)
+    serving.add_engine_arguments(p)
     g = p.add_argument_group("tasks")
     g.add_argument("--suites", default="tabletop_base,tabletop_swap,tabletop_task", help="suites, comma-separated")
     g.add_argument("--inits", default="11-44", help="initial states to draw from, e.g. 11-44,100-9999 (evaluation states are refused)")
@@ -71,7 +72,7 @@ def main():
     adapters.refuse_evaluation_states(inits, "rollout.py")
     groups = draw_groups(args, adapters.parse_suites(args.suites), inits)
     specs = [{"suite": s, "index": i, "init": init, "attempt": a} for s, i, init in groups for a in range(args.attempts)]
-    episodes, folder = adapters.run(args, specs, "rollout", adapters.make_upstream(args))
+    episodes, folder = adapters.run(args, specs, "rollout", serving.make_upstream(args))
     if not (folder / "manifest.json").exists():
         return STOPPED
     rewards = {}

@@ -1,7 +1,11 @@
-"""The two kinds of model server that the proxy may stand before: one over HTTP (here), one in-process (engine.py).
+"""What the proxy may stand before: a model server over HTTP (here), several (serving.Fleet), the in-process engine (engine.py).
 
-Both have `await chat(body)` -> chat.completion dict as vLLM's, with token ids and log-probs, `await close()`, and the
-attributes `policy_version` and `model`. They raise UpstreamError, which the proxy records as the call's error.
+All have
+    await ready()                   returns when calls may be sent; waits while new weights are being loaded
+    await chat(body, episode_id)    -> chat.completion dict as vLLM's, with token ids and log-probs; the body is left unchanged
+    await close()
+    policy_version, model           of what answers at this moment
+and raise UpstreamError, which the proxy records as the call's error.
 """
 
 import json
@@ -56,7 +60,10 @@ class HttpUpstream:
         if isinstance(reply, dict) and reply.get("data"):
             self.model = reply["data"][0]["id"]
 
-    async def chat(self, body):
+    async def ready(self):
+        pass                                               # one server, one checkpoint: nothing to wait for
+
+    async def chat(self, body, episode_id=""):
         return await self._ask("POST", "/chat/completions", json.dumps(body).encode())
 
     async def close(self):

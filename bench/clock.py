@@ -51,7 +51,10 @@ REPLY = {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "pr
 class Instant:
     policy_version, model = "v", "m"
 
-    async def chat(self, body):
+    async def ready(self):
+        pass
+
+    async def chat(self, body, episode_id=""):
         return json.loads(json.dumps(REPLY))
 
 

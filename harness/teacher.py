@@ -37,7 +37,10 @@ class ScriptedTeacher:
         self.policy_version = f"teacher-{grasp_skill:g}-{gives_up:g}-{leans:g}"
         self.requests = 0
 
-    async def chat(self, body):
+    async def ready(self):
+        pass
+
+    async def chat(self, body, episode_id=""):
         self.requests += 1
         text, name, arguments = self.answer(body["messages"], body.get("tools") or [], random.Random(body.get("seed", 0)))
         message = {"role": "assistant", "content": text or None, "tool_calls": [

@@ -133,12 +133,12 @@ class KillsOnce(ScriptedTeacher):
     """Kills every harness worker in the middle of the first episodes, once."""
     done = False
 
-    async def chat(self, body):
+    async def chat(self, body, episode_id=""):
         if self.requests > 9 and not KillsOnce.done:
             KillsOnce.done = True
             for pid in subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "harness.worker"], capture_output=True, text=True).stdout.split():
                 os.kill(int(pid), signal.SIGKILL)
-        return await super().chat(body)
+        return await super().chat(body, episode_id)
 
 
 def test_a_killed_worker_makes_invalid_episodes_that_are_run_again(tmp_path):
@@ -151,7 +151,7 @@ def test_a_killed_worker_makes_invalid_episodes_that_are_run_again(tmp_path):
 
 
 class Fails(ScriptedTeacher):
-    async def chat(self, body):
+    async def chat(self, body, episode_id=""):
         from proxy import UpstreamError
         raise UpstreamError(500, "no weights")
 

@@ -45,7 +45,10 @@ class Fake:
     def __init__(self, *script, delay=0.0):
         self.script, self.delay, self.seen, self.cancelled = list(script), delay, [], 0
 
-    async def chat(self, body):
+    async def ready(self):
+        pass
+
+    async def chat(self, body, episode_id=""):
         self.seen.append(body)
         step = self.script.pop(0) if self.script else reply
         try:
