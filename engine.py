@@ -131,7 +131,7 @@ class Engine:
         if batch > slots:
             raise records.BadInput(f"--batch {batch}: each running request needs a slot, --slots is {slots}; raise it")
         torch.set_num_threads(threads)
-        folder = Path(checkpoint)
+        folder = self.folder = Path(checkpoint)
         self.model, self.policy_version = folder.name, records.policy_version(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="grouped")
@@ -362,7 +362,7 @@ async def serve(engine, port):
 
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post("/v1/chat/completions", completions)
-    models = {"object": "list", "data": [{"id": engine.model, "object": "model"}]}
+    models = {"object": "list", "data": [{"id": engine.model, "object": "model", "root": str(engine.folder.resolve())}]}
     health = {"status": "ok", "policy_version": engine.policy_version}
     app.router.add_get("/v1/models", lambda _: web.json_response(models))
     app.router.add_get("/health", lambda _: web.json_response(health))

@@ -201,8 +201,13 @@ class JsonlWriter:
             data = (json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
         except UnicodeEncodeError:                         # a lone surrogate in somebody's text: \\u escapes keep the line UTF-8
             data = (json.dumps(row, separators=(",", ":")) + "\n").encode()
-        written = self.file.write(data)
-        assert written == len(data), f"{self.path}: short write, {written} of {len(data)} bytes (disk full?)"
+        written = 0
+        try:
+            while written < len(data):                     # one write, unless the disk fills up within it: the next says why
+                written += self.file.write(data[written:])
+        except OSError as e:
+            self.file.truncate(self.file.seek(0, os.SEEK_END) - written)       # no half line that a later append would be glued onto
+            raise OSError(e.errno, e.strerror, str(self.path)) from None
 
     def close(self):
         self.file.close()
@@ -257,7 +262,11 @@ class ImageStore:
         if not path.exists() or path.stat().st_size != len(data):      # a torn file of an earlier crash is written anew
             self.folder.mkdir(parents=True, exist_ok=True)
             part = path.with_suffix(f".part{os.getpid()}")
-            part.write_bytes(data)
+            try:
+                part.write_bytes(data)
+            except OSError as e:
+                part.unlink(missing_ok=True)
+                raise OSError(e.errno, e.strerror, str(path)) from None
             part.rename(path)
         return sha
 
@@ -350,7 +359,10 @@ def save_args(folder, stage, args):
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """--help shows the script's docstring as written and every default."""
+    """--help shows the script's docstring as written and every default (a None stands for what the help says itself)."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 def at_least(low, kind=int):

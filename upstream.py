@@ -15,11 +15,14 @@ import aiohttp
 
 
 class UpstreamError(Exception):
-    """The model server failed. `kind` ("timeout", "connection", …; default: the status) names it in the record."""
+    """The model server failed. `kind` ("timeout", "connection", …; default: the status) names it in the record.
 
-    def __init__(self, status, message, kind=None):
+    retry_after: the server's Retry-After header, as sent.
+    """
+
+    def __init__(self, status, message, kind=None, retry_after=None):
         super().__init__(f"upstream {kind or status}: {message}")
-        self.status, self.message = status, message
+        self.status, self.message, self.kind, self.retry_after = status, message, kind, retry_after
 
 
 class HttpUpstream:
@@ -30,7 +33,8 @@ class HttpUpstream:
         self.url = url if url.endswith("/v1") else url + "/v1"
         self.policy_version, self.model, self.session = policy_version, model, None
 
-    async def _ask(self, method, path, data=None):
+    async def ask(self, method, url, data=None, plain=False):
+        """One exchange with an absolute URL -> its JSON; UpstreamError otherwise. plain: a reply that is no JSON is returned as text."""
         if self.session is None:
             # Idle connections go after 2 s: uvicorn closes its end after 5, and a POST into that closing is lost.
             key = os.environ.get("OPENAI_API_KEY")
@@ -39,33 +43,35 @@ class HttpUpstream:
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10))      # the total is Proxy's `timeout`
         try:
-            async with self.session.request(method, self.url + path, data=data) as response:
-                raw, status = await response.read(), response.status
+            async with self.session.request(method, url, data=data) as response:
+                raw, status, retry_after = await response.read(), response.status, response.headers.get("Retry-After")
         except (aiohttp.ClientError, OSError) as e:
             raise UpstreamError(502, f"{type(e).__name__}: {e}", "connection") from None
         try:
             reply = json.loads(raw)
         except ValueError as e:
-            if status == 200:
+            if status == 200 and not plain:
                 raise UpstreamError(502, f"reply is not JSON ({e})") from None
             reply = raw[:500].decode(errors="replace")
         if status != 200:
             error = reply.get("error", reply) if isinstance(reply, dict) else reply
-            raise UpstreamError(status, str(error.get("message", error) if isinstance(error, dict) else error))
+            raise UpstreamError(status, str(error.get("message", error) if isinstance(error, dict) else error), retry_after=retry_after)
         return reply
 
     async def find_model(self):
         """Learns the served model's name from /v1/models."""
-        reply = await self._ask("GET", "/models")
+        reply = await self.ask("GET", self.url + "/models")
         if isinstance(reply, dict) and reply.get("data"):
             self.model = reply["data"][0]["id"]
 
     async def ready(self):
-        pass                                               # one server, one checkpoint: nothing to wait for
+        if not self.model:
+            await self.find_model()
 
     async def chat(self, body, episode_id=""):
-        return await self._ask("POST", "/chat/completions", json.dumps(body).encode())
+        return await self.ask("POST", self.url + "/chat/completions", json.dumps(body).encode())
 
     async def close(self):
         if self.session is not None:
-            await self.session.close()
+            session, self.session = self.session, None
+            await session.close()
