@@ -23,6 +23,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 # Closed lists (SPEC.md, DESIGN.md): a name outside them is a programming error.
 ENDS = ("finish", "text", "turns", "time", "unrecoverable", "malformed", "infrastructure")
 REASONS = ("simulator_crash", "worker_lost", "worker_timeout", "model_server", "incomplete_record")    # why an episode is invalid
@@ -101,6 +103,22 @@ def to_line(record):
 
 # ---------------------------------------------------------------------------------------------- reading and appending
 
+def from_json(raw):
+    """JSON bytes -> value, several times faster than json.loads. What msgspec refuses (NaN, a lone surrogate), json reads or explains."""
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return json.loads(raw)
+
+
+def to_json(value):
+    """Value -> compact UTF-8 bytes, ten times faster than json.dumps on long lists of ids. NaN becomes null."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:                             # a lone surrogate in somebody's text: \\u escapes keep the line UTF-8
+        return json.dumps(value, separators=(",", ":")).encode()
+
+
 def read_jsonl(path, required=()):
     """Yields (line number, dict). A corrupt line, or one without a `required` field, raises BadInput naming file, line, field.
 
@@ -115,7 +133,7 @@ def read_jsonl(path, required=()):
                 print(f"{path}:{number}: last line is truncated ({len(raw)} bytes); left out", file=sys.stderr)
                 return
             try:
-                row = json.loads(raw)
+                row = from_json(raw)
             except ValueError as e:
                 raise BadInput(f"{path}:{number}: not JSON ({e}); delete or repair this line") from None
             if not isinstance(row, dict):
@@ -197,10 +215,7 @@ class JsonlWriter:
         return size - end
 
     def append(self, row):
-        try:
-            data = (json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
-        except UnicodeEncodeError:                         # a lone surrogate in somebody's text: \\u escapes keep the line UTF-8
-            data = (json.dumps(row, separators=(",", ":")) + "\n").encode()
+        data = to_json(row) + b"\n"
         written = 0
         try:
             while written < len(data):                     # one write, unless the disk fills up within it: the next says why

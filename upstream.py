@@ -8,10 +8,11 @@ All have
 and raise UpstreamError, which the proxy records as the call's error.
 """
 
-import json
 import os
 
 import aiohttp
+
+import records
 
 
 class UpstreamError(Exception):
@@ -48,7 +49,7 @@ class HttpUpstream:
         except (aiohttp.ClientError, OSError) as e:
             raise UpstreamError(502, f"{type(e).__name__}: {e}", "connection") from None
         try:
-            reply = json.loads(raw)
+            reply = records.from_json(raw)
         except ValueError as e:
             if status == 200 and not plain:
                 raise UpstreamError(502, f"reply is not JSON ({e})") from None
@@ -69,7 +70,7 @@ class HttpUpstream:
             await self.find_model()
 
     async def chat(self, body, episode_id=""):
-        return await self.ask("POST", self.url + "/chat/completions", json.dumps(body).encode())
+        return await self.ask("POST", self.url + "/chat/completions", records.to_json(body))
 
     async def close(self):
         if self.session is not None:
