@@ -1,14 +1,12 @@
-"""The recording proxy against real clients (openai, requests), a fake in-process upstream and a fake model server.
+"""The recording proxy: what it records, what it refuses, how it tells a retry from a new turn.
 
-Nothing here loads a model. Blocking clients run in threads; the proxy runs in the test's event loop, except where it is
-killed: there it is its own process.
+Nothing here loads a model. Blocking clients run in threads; the proxy runs in the test's event loop. Real client libraries are in
+test_clients.py, all that breaks in test_faults.py.
 """
 
+import argparse
 import asyncio
 import base64
-import json
-import math
-import signal
 import socket
 import subprocess
 import time
@@ -18,97 +16,11 @@ import aiohttp
 import openai
 import pytest
 import requests
-from aiohttp import web
 
 import records
 from conftest import ROOT
-from proxy import HttpUpstream, Proxy, UpstreamError, derive_seed
-
-TOOLS = [{"type": "function", "function": {"name": "pick", "description": "", "parameters": {"type": "object"}}}]
-MESSAGES = [{"role": "system", "content": "You move things."}, {"role": "user", "content": "Pick the mug."}]
-HEADER = "x-stainless-retry-count"
-
-
-def reply(body, text="ok", n=3, **changes):
-    """A vLLM-like reply that names the request it answers (so that misattribution shows)."""
-    return {"id": "chatcmpl-1", "object": "chat.completion", "created": 5, "model": body.get("model") or "m",
-            "prompt_token_ids": [1, 2, 3], "usage": {"prompt_tokens": 3, "completion_tokens": n, "total_tokens": 3 + n},
-            "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text},
-                         "token_ids": list(range(10, 10 + n)),
-                         "logprobs": {"content": [{"token": "t", "logprob": -0.5 * i} for i in range(n)]}}], **changes}
-
-
-class Fake:
-    """In-process upstream: `script` says what successive calls do (an exception, a reply, a function); then `reply`."""
-    model, policy_version = "planner", "v1"
-
-    def __init__(self, *script, delay=0.0):
-        self.script, self.delay, self.seen, self.cancelled = list(script), delay, [], 0
-
-    async def ready(self):
-        pass
-
-    async def chat(self, body, episode_id=""):
-        self.seen.append(body)
-        step = self.script.pop(0) if self.script else reply
-        try:
-            await asyncio.sleep(self.delay)
-            step = await step(body) if asyncio.iscoroutinefunction(step) else step
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        if isinstance(step, Exception):
-            raise step
-        return step(body) if callable(step) else step
-
-    async def close(self):
-        pass
-
-
-def run(test, upstream, folder, **options):
-    """Starts a proxy on `folder`, awaits test(proxy, base url), stops it, returns the Calls on disk."""
-    async def main():
-        sampling = records.PROFILES[options.pop("profile", "train")]
-        proxy = Proxy(upstream, folder, sampling, options.pop("max_tokens", 64), 7, **options)
-        port = await proxy.start()
-        try:
-            await asyncio.wait_for(test(proxy, f"http://127.0.0.1:{port}"), 25)
-        finally:
-            await proxy.stop()
-            await upstream.close()
-    asyncio.run(main())
-    return list(records.read_calls(folder / "calls.jsonl"))
-
-
-def client(url, episode="e", **options):
-    return openai.OpenAI(base_url=f"{url}/ep/{episode}/v1", api_key="any", **{"max_retries": 0, **options})
-
-
-async def ask(url, episode="e", **fields):
-    """One completion by the real openai client, in a thread."""
-    options = {k: fields.pop(k) for k in ("max_retries", "timeout") if k in fields}
-    with client(url, episode, **options) as c:
-        return await asyncio.to_thread(c.chat.completions.create, **{"model": "planner", "messages": MESSAGES, **fields})
-
-
-async def post(url, body, headers=None, path="/ep/e/v1/chat/completions"):
-    """-> (status, parsed reply)"""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with aiohttp.ClientSession() as session:
-        async with session.post(url + path, data=data, headers=headers) as r:
-            return r.status, json.loads(await r.read())
-
-
-def turns(calls):
-    return [(c.turn, c.error, c.delivered) for c in calls]
-
-
-def png(seed=0):
-    """A tiny valid PNG."""
-    def chunk(kind, data):
-        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
-    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", b"\0\0\0\1\0\0\0\1\x08\0\0\0\0")
-            + chunk(b"IDAT", zlib.compress(bytes([0, seed]))) + chunk(b"IEND", b""))
+from fakes import HEADER, MESSAGES, TOOLS, Fake, ask, client, png, post, reply, run, turns
+from proxy import Proxy, UpstreamError, derive_seed, make_upstream
 
 
 # ---------------------------------------------------------------------------------------------- what is recorded
@@ -166,8 +78,8 @@ def test_the_clients_sampling_is_overridden_by_the_profile(tmp_path):
                 "frequency_penalty": 0.0, "repetition_penalty": 1.0, "max_tokens": 64, "seed": derive_seed(7, "e", 0)}
     assert call.sampling == expected and {k: sent[k] for k in expected} == expected
     assert call.extra["asked"] == {**asked, "top_k": 5, "min_p": 0.1}
-    forced = ("n", "stream", "logprobs", "return_token_ids", "include_reasoning")
-    assert [sent[k] for k in forced] == [1, False, True, True, True]
+    forced = ("n", "stream", "logprobs", "return_token_ids", "return_weight_versions", "include_reasoning")
+    assert [sent[k] for k in forced] == [1, False, True, True, True, True]
     assert "max_completion_tokens" not in sent
 
 
@@ -256,7 +168,7 @@ def test_the_policy_version_is_taken_at_both_ends(tmp_path):
 # ---------------------------------------------------------------------------------------------- what is refused
 
 @pytest.mark.parametrize("fields", [
-    {"n": 2}, {"stream": True}, {"logit_bias": {"5": 1}}, {"allowed_token_ids": [4]}, {"tool_choice": "required"},
+    {"n": 2}, {"stream": "yes"}, {"stream_options": {"include_usage": True}}, {"logit_bias": {"5": 1}}, {"allowed_token_ids": [4]}, {"tool_choice": "required"},
     {"max_tokens": 0}, {"max_completion_tokens": "9"}, {"messages": []}, {"messages": None}, {"tools": {}}, {"model": 3},
     {"chat_template_kwargs": []}, {"response_format": {"type": "json_object"}}])
 def test_what_cannot_be_recorded_is_refused_with_an_openai_error(tmp_path, fields):
@@ -265,8 +177,6 @@ def test_what_cannot_be_recorded_is_refused_with_an_openai_error(tmp_path, field
         error = answer["error"]
         assert status == error["code"] == 400 and error["type"] == "invalid_request_error"
         assert next(iter(fields)) in error["message"]
-        if "stream" in fields:
-            assert "stream: false" in error["message"]
         assert (await post(url, {"messages": MESSAGES, "n": 1, "stream": False, "logit_bias": None}))[0] == 200
 
     assert turns(run(test, Fake(), tmp_path)) == [(0, None, True)]
@@ -280,9 +190,6 @@ def test_routes(tmp_path):
     async def test(proxy, url):
         for prefix in ("/v1", "/ep/e/v1"):
             assert (await get(url + prefix + "/models"))[1]["data"][0]["id"] == "planner"
-            for api in ("responses", "messages"):
-                status, answer = await post(url, {}, path=f"{prefix}/{api}")
-                assert status == 501 and "chat/completions" in answer["error"]["message"]
         assert (await get(url + "/health"))[1]["status"] == "ok"
         assert [m.id for m in await asyncio.to_thread(lambda: list(client(url).models.list()))] == ["planner"]
         for path in ("/nothing", "/v1/chat/completions", "/ep/e/v1/embeddings"):
@@ -421,120 +328,7 @@ def test_same_body_in_flight_without_a_retry_header_is_its_own_turn(tmp_path):
     assert sorted(turns(calls)) == [(0, None, True), (1, None, True)]
 
 
-# ---------------------------------------------------------------------------------------------- failing upstreams
-
-def test_an_upstream_that_answers_nonsense_or_breaks(tmp_path):
-    aborted = {"choices": [{"message": {}, "finish_reason": "abort"}]}
-    upstream = Fake({"choices": []}, {"choices": [{"message": None}]}, [1], aborted, ValueError("a bug"), TimeoutError())
-
-    async def test(proxy, url):
-        statuses = [(await post(url, {"messages": MESSAGES, "user": str(i)}))[0] for i in range(6)]
-        assert statuses == [502, 502, 502, 503, 502, 504]
-
-    calls = run(test, upstream, tmp_path)
-    assert [c.turn for c in calls] == list(range(6)) and not any(c.delivered for c in calls)
-    assert ["malformed reply" in c.error for c in calls[:3]] == [True] * 3
-    assert "abort" in calls[3].error and calls[4].error == "upstream exception: ValueError: a bug"
-    assert calls[5].error.startswith("upstream timeout")
-
-
-def test_a_reply_without_ids_or_logprobs_reaches_the_harness_and_is_incomplete(tmp_path):
-    def teacher(body):
-        return {"choices": [{"message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}]}
-
-    def no_logprobs(body):
-        answer = reply(body)
-        answer["choices"][0]["logprobs"] = None
-        return answer
-
-    def nan(body):
-        answer = reply(body, n=1)
-        answer["choices"][0]["logprobs"]["content"][0]["logprob"] = math.nan
-        return answer
-
-    async def test(proxy, url):
-        for i in range(3):
-            assert (await ask(url, user=str(i))).choices[0].message.content
-
-    calls = run(test, Fake(teacher, no_logprobs, nan), tmp_path)
-    assert all(c.delivered for c in calls) and [records.call_problem(c) for c in calls] == [
-        "no prompt token ids", "3 token ids but 0 logprobs", "log-prob nan"]
-    assert calls[0].message == {"role": "assistant", "content": "hi"} and calls[0].model == "planner"
-
-
-async def serve_model(handler):
-    """A fake model server over HTTP -> (runner, url)."""
-    async def models(request):
-        return web.json_response({"data": [{"id": "served"}]})
-
-    app = web.Application(client_max_size=2**26)
-    app.router.add_post("/v1/chat/completions", handler)
-    app.router.add_get("/v1/models", models)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
-
-
-def test_http_upstream_good_and_bad(tmp_path):
-    seen = []
-
-    async def handler(request):
-        body = await request.json()
-        seen.append(body)
-        match body["user"]:
-            case "500" | "503" | "429" as status:
-                return web.json_response({"error": {"message": f"status {status}"}}, status=int(status))
-            case "400":
-                return web.json_response({"object": "error", "message": "maximum context length is 9"}, status=400)
-            case "html":
-                return web.Response(text="<h1>Bad gateway</h1>", status=502)
-            case "slow":
-                await asyncio.sleep(5)
-            case "drop":
-                request.transport.close()
-            case "cut":
-                return web.Response(text='{"choices": [', content_type="application/json")
-            case "short":
-                response = web.StreamResponse(headers={"Content-Length": "900"})
-                await response.prepare(request)
-                await response.write(b'{"choi')
-                request.transport.close()
-                return response
-        return web.json_response(reply(body))
-
-    expected = [("ok", 200, None), ("400", 400, "upstream 400: maximum context length is 9"),
-                ("429", 429, "upstream 429: status 429"),
-                ("500", 502, "upstream 500: status 500"), ("503", 503, "upstream 503: status 503"),
-                ("html", 502, "upstream 502: <h1>Bad gateway</h1>"), ("slow", 504, "upstream timeout: "),
-                ("drop", 502, "upstream connection: "), ("cut", 502, "upstream 502: reply is not JSON"),
-                ("short", 502, "upstream connection: ")]
-    upstream = HttpUpstream("http://127.0.0.1:9", "v9")
-
-    async def test(proxy, url):
-        status, answer = await post(url, {"messages": MESSAGES, "user": "down"})       # nothing listens on port 9
-        assert status == 502 and "connection" in answer["error"]["message"]
-        runner, base = await serve_model(handler)
-        upstream.url = HttpUpstream(base + "/v1/").url
-        assert upstream.url == HttpUpstream(base).url == HttpUpstream(base + "/v1/chat/completions").url == base + "/v1"
-        for user, status, _ in expected:
-            assert (await post(url, {"messages": MESSAGES, "user": user}))[0] == status, user
-        with pytest.raises(openai.BadRequestError, match="maximum context length"):
-            await ask(url, user="400", max_retries=2)
-        r = await asyncio.to_thread(requests.get, url + "/v1/models")
-        assert r.json()["data"][0]["id"] == "served"
-        await runner.cleanup()
-
-    calls = run(test, upstream, tmp_path, timeout=0.5)
-    assert calls[0].error.startswith("upstream connection: ")
-    for call, (user, _, error) in zip(calls[1:], expected, strict=False):
-        assert call.error == error or (error and call.error.startswith(error)), (user, call.error)
-        assert call.extra["request"] == {"user": user} and call.delivered == (error is None)
-        assert call.policy_version == call.policy_version_end == "v9"
-    assert len(calls) == 12 and seen[0]["messages"] == MESSAGES and seen[0]["seed"] == calls[1].sampling["seed"]
-
-
-# ---------------------------------------------------------------------------------------------- many, and kills
+# ---------------------------------------------------------------------------------------------- many
 
 def test_fifty_episodes_at_once_none_lost_or_misattributed(tmp_path):
     async def echo(body):
@@ -565,69 +359,6 @@ def test_fifty_episodes_at_once_none_lost_or_misattributed(tmp_path):
         assert c.prompt_token_ids == [zlib.crc32(text.encode())] and c.delivered and records.call_problem(c) is None
 
 
-def test_stop_records_calls_in_flight_as_interrupted(tmp_path):
-    async def test(proxy, url):
-        task = asyncio.create_task(post(url, {"messages": MESSAGES}))
-        await asyncio.sleep(0.2)
-        await proxy.stop()
-        assert (await task)[0] == 503
-
-    assert turns(run(test, Fake(delay=30), tmp_path)) == [(0, "interrupted", False)]
-
-
-def test_kill_the_standalone_proxy_mid_call_and_start_it_again(tmp_path, python):
-    """Two delivered calls, one in flight at SIGKILL, a torn last line; the client's retry then is the same turn."""
-    checkpoint, hanging = tmp_path / "checkpoint", [True]
-    checkpoint.mkdir()
-    (checkpoint / "config.json").write_text("{}")
-
-    async def main():
-        async def handler(request):
-            body = await request.json()
-            if hanging and body.get("user") == "hang":
-                await asyncio.sleep(30)
-            return web.json_response(reply(body))
-
-        runner, base = await serve_model(handler)
-        command = [*python, str(ROOT / "proxy.py"), "--upstream", base, "--out", str(tmp_path / "out"), "--port", "0",
-                   "--model", str(checkpoint), "--max-tokens", "32", "--sampling", "greedy", "--seed", "5"]
-
-        def launch():
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            while not (line := process.stdout.readline()).startswith("proxy: http"):
-                assert line, process.stderr.read()
-            return process, line.split("/ep/")[0].removeprefix("proxy: ")
-
-        process, url = await asyncio.to_thread(launch)
-        for user in ("a", "b"):
-            assert (await post(url, {"messages": MESSAGES, "user": user}))[0] == 200
-        pending = asyncio.create_task(post(url, {"messages": MESSAGES, "user": "hang"}))
-        await asyncio.sleep(0.3)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        with pytest.raises(aiohttp.ClientError):
-            await pending
-        process.stdout.close(), process.stderr.close()
-        with open(tmp_path / "out" / "calls.jsonl", "ab") as f:        # as if it had died within a write
-            f.write(b'{"call_id": "to')
-        hanging.clear()
-        process, url = await asyncio.to_thread(launch)
-        assert (await post(url, {"messages": MESSAGES, "user": "hang"}))[0] == 200
-        assert (await post(url, {"messages": MESSAGES, "user": "c"}))[0] == 200
-        process.send_signal(signal.SIGTERM)
-        out, err = await asyncio.to_thread(process.communicate)
-        assert process.returncode == 0 and "repaired" in err and "1 calls of an earlier run were cut short" in err
-        assert "2 calls" in out and "1 retries" in out
-        await runner.cleanup()
-
-    asyncio.run(main())
-    calls = list(records.read_calls(tmp_path / "out" / "calls.jsonl"))
-    assert turns(calls) == [(0, None, True), (1, None, True), (2, "interrupted", False), (2, None, True), (3, None, True)]
-    assert calls[2].messages == MESSAGES and calls[2].sampling == calls[3].sampling
-    assert calls[3].extra["retry_of"] == calls[2].call_id and calls[0].sampling["temperature"] == 0.0
-    assert {c.policy_version for c in calls} == {records.policy_version(checkpoint)}
-
-
 def test_an_in_process_proxy_starts_a_repeated_attempt_at_turn_0(tmp_path):
     async def test(proxy, url):
         await ask(url)
@@ -637,11 +368,27 @@ def test_an_in_process_proxy_starts_a_repeated_attempt_at_turn_0(tmp_path):
     assert [c.turn for c in calls] == [0, 0] and len({c.call_id for c in calls}) == 2
 
 
+# ---------------------------------------------------------------------------------------------- the command
+
+def test_several_upstreams_are_a_fleet_of_the_model_s_policy_version(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    fleet = make_upstream(argparse.Namespace(upstream="http://127.0.0.1:9,http://127.0.0.1:8", model=str(tmp_path)))
+    assert fleet.policy_version == records.policy_version(tmp_path) and fleet.args.engine_url == "http://127.0.0.1:9,http://127.0.0.1:8"
+    one = make_upstream(argparse.Namespace(upstream="http://127.0.0.1:9", model=None))
+    assert (one.url, one.policy_version) == ("http://127.0.0.1:9/v1", "")
+
+
 def test_command_line_errors(tmp_path, python):
+    (tmp_path / "config.json").touch()
+
     def call(*args):
         return subprocess.run([*python, str(ROOT / "proxy.py"), *args], capture_output=True, text=True, timeout=20)
 
     help_text = call("--help")
     assert help_text.returncode == 0 and "Retries" in help_text.stdout and "seconds to wait" in help_text.stdout
-    wrong = call("--upstream", "http://127.0.0.1:9", "--out", str(tmp_path / "o"), "--model", str(tmp_path))
+    wrong = call("--upstream", "http://127.0.0.1:9", "--out", str(tmp_path / "o"), "--model", str(tmp_path / "o"))
     assert wrong.returncode == 2 and "not a checkpoint folder" in wrong.stderr and "Traceback" not in wrong.stderr
+    several = call("--upstream", "http://127.0.0.1:9,http://127.0.0.1:8", "--out", str(tmp_path / "o"))
+    assert several.returncode == 2 and several.stderr.splitlines()[-1].startswith("error: --upstream: several servers need --model")
+    nowhere = call("--upstream", "http://127.0.0.1:9", "--out", str(tmp_path / "config.json" / "o"))
+    assert nowhere.returncode == 2 and "Not a directory" in nowhere.stderr and nowhere.stderr.count("\n") == 1
