@@ -30,7 +30,9 @@ seed, of the call that it repeats, names it in `retry_of`, and is never a second
   3. it was delivered as far as we could see, and no new turn since: that reply is sent again; nothing is recorded
 The same bytes without (a) or (b), e.g. sent again after a delivered reply, are a new turn with a new seed.
 
-    python proxy.py --upstream http://127.0.0.1:8000 --out run/calls --model run/sft     (one process, no torchrun)
+    python proxy.py --out run/calls --model run/sft --engine vllm --replicas 2                  (one process, no torchrun)
+    python proxy.py --out run/calls --model run/sft --engine-url http://127.0.0.1:8000,http://127.0.0.1:8001
+    curl -X POST http://127.0.0.1:8001/policy -d '{"model": "run/rl-1"}'       the next checkpoint, without a restart; calls wait meanwhile
 
 Exit codes: 0 ended by SIGINT or SIGTERM; 2 bad input, the folder is in use, or a write failed (the same command goes on).
 """
@@ -38,7 +40,7 @@ Exit codes: 0 ended by SIGINT or SIGTERM; 2 bad input, the folder is in use, or 
 import argparse
 import asyncio
 import collections
-import fcntl
+import contextlib
 import hashlib
 import re
 import signal
@@ -52,6 +54,7 @@ from pathlib import Path
 from aiohttp import web
 
 import records
+import serving
 from upstream import HttpUpstream, UpstreamError
 from wire import (
     Refused, asked_otherwise, client_reply, derive_seed, engine_request, error_response, json_response, parse_body, read_reply,
@@ -116,6 +119,8 @@ class Proxy:
             app.router.add_post(prefix + "/chat/completions", self._chat)
             app.router.add_get(prefix + "/models", self._models)
         app.router.add_get("/health", self._health)
+        if self.standalone:                            # a stage serves one checkpoint from its first call to its last
+            app.router.add_post("/policy", self._policy)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         # handler_cancellation: a client that leaves ends its call at once, and its upstream request with it.
         self.runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
@@ -341,6 +346,17 @@ class Proxy:
         return json_response({"status": "ok", "policy_version": self.upstream.policy_version, "in_flight": flying,
                               "counts": self.counts})
 
+    async def _policy(self, request):
+        """POST {"model": CKPT}: the servers exchange their weights for the checkpoint's; calls wait meanwhile. -> {"policy_version": …}"""
+        body = records.from_json(await request.read() or b"null")
+        folder = body.get("model") if isinstance(body, dict) else None
+        if not isinstance(folder, str) or not hasattr(self.upstream, "roll"):
+            raise Refused(400, 'POST /policy wants {"model": CKPT}, and a proxy started with --engine vllm or --engine-url')
+        try:
+            return json_response({"policy_version": await self.upstream.roll(folder)})
+        except records.BadInput as e:
+            raise Refused(409, str(e)) from None
+
     async def _unknown(self, request):
         refuse_other_api(request.path)
         raise Refused(404, f"no route {request.method} {request.path}; routes: GET /health, and under "
@@ -350,63 +366,63 @@ class Proxy:
 # ---------------------------------------------------------------------------------------- command
 
 def make_upstream(args):
-    """One URL: that server. Several: serving.Fleet proves that they serve --model and spreads the episodes over them."""
-    if "," in args.upstream:
+    if args.upstream:
+        if args.engine or args.engine_url:
+            raise records.BadInput("--upstream names any server, unproved; --engine and --engine-url prove theirs: give one of them")
         if not args.model:
-            raise records.BadInput("--upstream: several servers need --model, the checkpoint that all of them serve")
-        import serving
-        options = {**dict.fromkeys(serving.DEFAULTS), "probe": "light"}        # no forward of a real model in the proxy's process
-        return serving.make_upstream(argparse.Namespace(model=args.model, engine=None, engine_url=args.upstream, **options))
+            print("proxy: no --model: calls carry no policy version, so rl.py will not train on them", file=sys.stderr)
+        return HttpUpstream(args.upstream, records.policy_version(args.model) if args.model else "")
     if not args.model:
-        print("proxy: no --model: calls carry no policy version, so rl.py will not train on them", file=sys.stderr)
-    return HttpUpstream(args.upstream, records.policy_version(args.model) if args.model else "")
+        raise records.BadInput("give --upstream URL (any server), or --model CKPT with --engine vllm or --engine-url URL[,URL…]")
+    return serving.make_upstream(args)
 
 
 async def serve(args):
     upstream = make_upstream(args)
     proxy = Proxy(upstream, args.out, records.PROFILES[args.sampling], args.max_tokens, args.seed, args.timeout, True)
-    port = await proxy.start(args.port)
-    try:
-        await upstream.ready()
-    except UpstreamError as e:                         # it may still be loading; calls would say so themselves
-        print(f"proxy: warning: {args.upstream}: {e}", file=sys.stderr)
+    with records.writing(args.out):
+        port = await proxy.start(args.port)
     stop = asyncio.Event()
     for name in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
-    print(f"proxy: http://127.0.0.1:{port}/ep/<episode_id>/v1 -> {args.upstream} (model {upstream.model!r})", flush=True)
-    await asyncio.wait([asyncio.create_task(event.wait()) for event in (stop, proxy.failed)], return_when=asyncio.FIRST_COMPLETED)
-    await proxy.stop()
-    await upstream.close()
+    starting, *ends = (asyncio.create_task(wait) for wait in (upstream.ready(), stop.wait(), proxy.failed.wait()))
+    try:
+        await asyncio.wait([starting, *ends], return_when=asyncio.FIRST_COMPLETED)
+        try:
+            starting.done() and starting.result()
+        except UpstreamError as e:                     # it may still be loading; calls would say so themselves
+            print(f"proxy: warning: {args.upstream}: {e}", file=sys.stderr)
+        where = args.upstream or args.engine_url or f"--engine {args.engine or 'transformers'}"
+        print(f"proxy: http://127.0.0.1:{port}/ep/<episode_id>/v1 -> {where} (model {upstream.model!r})", flush=True)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        starting.cancel()
+        await proxy.stop()
+        await upstream.close()                         # it may own processes
     print("proxy: " + (", ".join(f"{n} {name}" for name, n in proxy.counts.items()) or "no calls"), flush=True)
     if proxy.failure:
-        raise proxy.failure
+        with records.writing(args.out):
+            raise proxy.failure
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=records.Formatter)
     group = parser.add_argument_group("where")
-    group.add_argument("--upstream", required=True, metavar="URL[,URL]",
-                       help="model server, or several of one checkpoint (OPENAI_API_KEY is sent if set)")
+    group.add_argument("--upstream", metavar="URL", help="any OpenAI-compatible server, not proved (OPENAI_API_KEY is sent if set)")
     group.add_argument("--out", required=True, metavar="DIR", help="folder of calls.jsonl and images/")
     group.add_argument("--port", type=int, default=8001, help="on 127.0.0.1; 0: any free one (printed)")
-    group.add_argument("--model", metavar="CKPT", help="what the server serves; gives policy_version")
     group = parser.add_argument_group("sampling")
     group.add_argument("--sampling", choices=sorted(records.PROFILES), default="train", help="profile of every call")
     group.add_argument("--max-tokens", type=int, default=8192, help="tokens per response at most")
     group.add_argument("--seed", type=int, default=0, help="of the run; each call derives its own")
     group.add_argument("--timeout", type=float, default=1800.0, help="seconds to wait for one reply")
+    serving.add_engine_arguments(parser, required=False)
     args = parser.parse_args()
-    try:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-        with open(Path(args.out) / ".lock", "w") as lock:      # the system lets go of it when this process ends, however it ends
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with contextlib.ExitStack() as held:
+        records.lock_folder(args.out, held)
+        with records.writing(args.out):
             records.save_args(args.out, "proxy", args)
-            asyncio.run(serve(args))
-    except BlockingIOError:
-        raise records.BadInput(f"{args.out}: another process is running there; wait for it, or give another --out") from None
-    except OSError as e:
-        raise records.BadInput(f"{e.filename or args.out}: {e.strerror}; mend that (free space?) and repeat the command, "
-                               "which goes on") from None
+        asyncio.run(serve(args))
 
 
 if __name__ == "__main__":

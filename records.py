@@ -13,7 +13,9 @@ Nothing here knows a model, a harness or a loss.
 
 import argparse
 import base64
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -389,6 +391,28 @@ def at_least(low, kind=int):
         return value
     parse.__name__ = kind.__name__                              # argparse names it when `kind` itself refuses
     return parse
+
+
+@contextlib.contextmanager
+def writing(path):
+    """A full disk, or a folder that may not be written, becomes BadInput."""
+    try:
+        yield
+    except OSError as e:
+        raise BadInput(f"{e.filename or path}: {e.strerror or e}; make room (or make it writable) and repeat the command: what is "
+                       "written stays readable, and it goes on from there") from None
+
+
+def lock_folder(folder, held):
+    """Makes the folder and locks it on the ExitStack `held`; BadInput if another process runs there. The system lets go of the lock
+    when this process ends, however it ends."""
+    with writing(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        lock = held.enter_context(open(Path(folder) / ".lock", "w"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(f"{folder}: another process is running there; wait for it, or give another folder") from None
 
 
 STOPPED = 4       # exit code of a stage that a STOP file ended: its output is not whole, so a pipeline must not go on

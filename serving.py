@@ -105,7 +105,7 @@ class Fleet:
 
     def __init__(self, args, policy_version):
         self.args, self.policy_version, self.folder, self.model = args, policy_version, args.model, ""
-        self.log_dir = Path(getattr(args, "output", None) or ".")
+        self.log_dir = Path(vars(args).get("output") or vars(args).get("out") or ".")
         self.servers, self.home, self.counts = [], {}, Counter()
         self.started, self.open, self.lock = False, asyncio.Event(), asyncio.Lock()
 

@@ -8,6 +8,7 @@ All have
 and raise UpstreamError, which the proxy records as the call's error.
 """
 
+import asyncio
 import os
 
 import aiohttp
@@ -67,7 +68,11 @@ class HttpUpstream:
 
     async def ready(self):
         if not self.model:
-            await self.find_model()
+            try:
+                async with asyncio.timeout(10):            # one that listens and never answers would hold calls for ever
+                    await self.find_model()
+            except TimeoutError:
+                raise UpstreamError(504, "no answer to GET /models within 10 s", "timeout") from None
 
     async def chat(self, body, episode_id=""):
         return await self.ask("POST", self.url + "/chat/completions", records.to_json(body))

@@ -99,7 +99,11 @@ def vllm_command(args, port, gpus=()):
     argv += ["--max-num-seqs", str(args.batch)] if args.batch else []
     argv += ["--limit-mm-per-prompt", json.dumps({"image": args.max_images})] if args.max_images else []
     argv += ["--tensor-parallel-size", str(args.tensor_parallel)] if args.tensor_parallel > 1 else []
-    argv += ["--gpu-memory-utilization", f"{args.gpu_memory:g}"] if gpus else ["--enforce-eager"]    # compiling costs a CPU minutes
+    if gpus:
+        argv += ["--gpu-memory-utilization", f"{args.gpu_memory:g}"]
+    else:   # Compiling costs a CPU minutes. A prompt cut in two kills vLLM 0.32 on a CPU when the request has a seed, as ours all do
+        # ("CPU Generator does not use offset").
+        argv += ["--enforce-eager", "--no-enable-chunked-prefill"]
     return env, argv + shlex.split(args.vllm_args or "")
 
 
@@ -261,8 +265,11 @@ def reference(folder):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
     logging.disable_progress_bar()
-    auto = AutoModelForImageTextToText if hasattr(AutoConfig.from_pretrained(folder), "vision_config") else AutoModelForCausalLM
-    model = auto.from_pretrained(folder, dtype="auto").eval()
+    try:
+        auto = AutoModelForImageTextToText if hasattr(AutoConfig.from_pretrained(folder), "vision_config") else AutoModelForCausalLM
+        model = auto.from_pretrained(folder, dtype="auto").eval()
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{folder}: cannot be loaded ({str(e).splitlines()[0]})") from None
 
     @torch.no_grad()
     def logp(prompt, ids):

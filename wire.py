@@ -187,7 +187,7 @@ def events(completion, options):
 # ---------------------------------------------------------------------------------------- responses
 
 def json_response(value, status=200, headers=None):
-    return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json", headers=headers)
+    return web.Response(body=records.to_json(value), status=status, content_type="application/json", headers=headers)
 
 
 def reply_response(data, stream):

@@ -18,6 +18,7 @@ import pytest
 import requests
 
 import records
+import serving
 from conftest import ROOT
 from fakes import HEADER, MESSAGES, TOOLS, Fake, ask, client, png, post, reply, run, turns
 from proxy import Proxy, UpstreamError, derive_seed, make_upstream
@@ -370,11 +371,13 @@ def test_an_in_process_proxy_starts_a_repeated_attempt_at_turn_0(tmp_path):
 
 # ---------------------------------------------------------------------------------------------- the command
 
-def test_several_upstreams_are_a_fleet_of_the_model_s_policy_version(tmp_path):
+def test_the_upstream_is_any_server_unproved_or_a_proved_fleet(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    fleet = make_upstream(argparse.Namespace(upstream="http://127.0.0.1:9,http://127.0.0.1:8", model=str(tmp_path)))
-    assert fleet.policy_version == records.policy_version(tmp_path) and fleet.args.engine_url == "http://127.0.0.1:9,http://127.0.0.1:8"
-    one = make_upstream(argparse.Namespace(upstream="http://127.0.0.1:9", model=None))
+    options = dict.fromkeys(serving.DEFAULTS)
+    fleet = make_upstream(argparse.Namespace(upstream=None, engine=None, engine_url="http://127.0.0.1:9,http://127.0.0.1:8", out=str(tmp_path),
+                                             model=str(tmp_path), **options))
+    assert fleet.policy_version == records.policy_version(tmp_path) and fleet.args.probe == "full" and fleet.log_dir == tmp_path
+    one = make_upstream(argparse.Namespace(upstream="http://127.0.0.1:9", engine=None, engine_url=None, model=None))
     assert (one.url, one.policy_version) == ("http://127.0.0.1:9/v1", "")
 
 
@@ -388,7 +391,14 @@ def test_command_line_errors(tmp_path, python):
     assert help_text.returncode == 0 and "Retries" in help_text.stdout and "seconds to wait" in help_text.stdout
     wrong = call("--upstream", "http://127.0.0.1:9", "--out", str(tmp_path / "o"), "--model", str(tmp_path / "o"))
     assert wrong.returncode == 2 and "not a checkpoint folder" in wrong.stderr and "Traceback" not in wrong.stderr
-    several = call("--upstream", "http://127.0.0.1:9,http://127.0.0.1:8", "--out", str(tmp_path / "o"))
-    assert several.returncode == 2 and several.stderr.splitlines()[-1].startswith("error: --upstream: several servers need --model")
+    both = call("--upstream", "http://127.0.0.1:9", "--engine", "vllm", "--out", str(tmp_path / "o"))
+    assert both.returncode == 2 and "give one of them" in both.stderr
+    none = call("--out", str(tmp_path / "o"))
+    assert none.returncode == 2 and none.stderr.startswith("error: give --upstream URL")
+    fleet = ("--out", str(tmp_path / "o"), "--model", str(tmp_path), "--engine-url", "http://127.0.0.1:9", "--port", "0")
+    empty = call(*fleet)
+    assert empty.returncode == 2 and "cannot be loaded" in empty.stderr and "Traceback" not in empty.stderr
+    gone = call(*fleet, "--probe", "light")
+    assert gone.returncode == 2 and "no usable model server" in gone.stderr and "Traceback" not in gone.stderr
     nowhere = call("--upstream", "http://127.0.0.1:9", "--out", str(tmp_path / "config.json" / "o"))
     assert nowhere.returncode == 2 and "Not a directory" in nowhere.stderr and nowhere.stderr.count("\n") == 1
