@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -13,6 +14,7 @@ import records
 import serving
 import vllm_server
 from engine import Engine
+from proxy import Proxy
 from records import BadInput
 from serving import Fleet
 from upstream import UpstreamError
@@ -378,3 +380,37 @@ def test_the_roll_and_probe_commands_work_on_running_servers(tiny_dir, other_dir
                 await command("probe", tiny_dir)
     asyncio.run(main())
     assert "log-probs moved" in capsys.readouterr().out
+
+
+def test_a_proxy_told_of_the_next_checkpoint_holds_calls_meanwhile_and_stamps_them_with_it(tiny_dir, other_dir, tmp_path):
+    server = Dressed(tiny_dir, other_dir)
+    old, new = records.policy_version(tiny_dir), records.policy_version(other_dir)
+
+    async def test(fleet):
+        proxy = Proxy(fleet, tmp_path, records.TRAIN_SAMPLING, 8, 0, standalone=True)
+        base = f"http://127.0.0.1:{await proxy.start()}"
+        async with aiohttp.ClientSession() as session:
+            async def post(path, body):
+                async with session.post(base + path, json=body) as response:
+                    return response.status, await response.json()
+            assert (await post("/ep/before/v1/chat/completions", BODY))[0] == 200
+            server.hold = asyncio.Event()
+            flying = asyncio.create_task(post("/ep/flying/v1/chat/completions", BODY))
+            while fleet.servers[0].in_flight == 0:
+                await asyncio.sleep(0.01)
+            rolling = asyncio.create_task(post("/policy", {"model": str(other_dir)}))
+            while fleet.open.is_set():
+                await asyncio.sleep(0.01)
+            held = asyncio.create_task(post("/ep/held/v1/chat/completions", BODY))
+            await asyncio.sleep(0.05)
+            assert not held.done() and not rolling.done()
+            server.hold.set()
+            assert (await flying)[0] == (await held)[0] == 200 and await rolling == (200, {"policy_version": new})
+            for body, status, word in (({"model": str(tmp_path)}, 409, "not a checkpoint folder"), ({}, 400, "wants"), ([], 400, "wants")):
+                got, reply = await post("/policy", body)
+                assert got == status and word in reply["error"]["message"]
+        await proxy.stop()
+    with_fleet(test, tiny_dir, server)
+    calls = {c.episode_id: c for c in records.read_calls(tmp_path / "calls.jsonl")}
+    assert {e: (c.policy_version, c.policy_version_end, records.call_problem(c)) for e, c in calls.items()} == {
+        "before": (old, old, None), "flying": (old, old, None), "held": (new, new, None)}
