@@ -6,27 +6,28 @@ Three ways not to count, never mixed (SPEC.md §2):
     gated     one call's weight is 0 (gate.py); its episode still counts. Not decided here.
 
 `run` is what collect.py, rollout.py and eval.py share: proxy up, harness processes up, attempts through them, one `Episode` line each,
-resumable by the same command, ended between episodes by a file named STOP.
+resumable by the same command, ended between episodes by a file named STOP, at once by SIGINT or SIGTERM.
 """
 
 import asyncio
 import collections
-import fcntl
+import contextlib
 import json
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 from tqdm import tqdm
 
 import records
+from harness.pool import WorkerPool, WorkersKeepDying
 from upstream import UpstreamError
-from records import at_least, BadInput, Episode, JsonlWriter, PROFILES
+from records import at_least, BadInput, Episode, JsonlWriter, lock_folder, PROFILES, writing
 
-ROOT = Path(__file__).resolve().parent
 HOPELESS = 12           # invalid episodes in a row from the start: the run ends, something is broken that no retry mends
 SLOW_SHARE = 0.5        # of a timed-out episode's seconds: more than this in upstream errors or queueing makes it invalid, not failed
 
@@ -88,86 +89,6 @@ def post_success(episode, call):
     return episode.success_turn is not None and call.turn > episode.success_turn
 
 
-# ---------------------------------------------------------------------------------------------- harness processes
-
-class WorkerPool:
-    """`processes` harness workers with `threads` episodes each. One that dies or hangs loses its episodes (invalid) and is replaced."""
-
-    def __init__(self, processes, threads):
-        self.processes, self.threads = processes, threads
-        self.workers, self.free, self.closing, self.broken, self.restarts = [], asyncio.Queue(), False, False, 0
-
-    async def start(self):
-        for k in range(self.processes):
-            self.workers.append(await self._spawn(k))
-            for _ in range(self.threads):
-                self.free.put_nowait(k)
-
-    async def _spawn(self, k):
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "harness.worker", "--threads", str(self.threads), cwd=ROOT, env=env, start_new_session=True,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=64 << 20)
-        worker = {"process": process, "waiting": {}}
-        worker["reader"] = asyncio.create_task(self._read(k, worker))
-        return worker
-
-    async def _read(self, k, worker):
-        while line := await worker["process"].stdout.readline():
-            outcome = json.loads(line)
-            future = worker["waiting"].pop(outcome["episode_id"], None)
-            if future and not future.done():
-                future.set_result(outcome)
-        if not self.closing:                                 # a successor first, so that whoever is told "lost" can run again at once
-            self.restarts += 1
-            print(f"harness worker {k} ended (exit {await worker['process'].wait()}); starting another", file=sys.stderr)
-            if self.restarts <= 20 * self.processes:
-                self.workers[k] = await self._spawn(k)
-            else:
-                self.broken = True
-        for future in worker["waiting"].values():            # the process ended with episodes in it
-            if not future.done():
-                future.set_result({"lost": True})
-
-    async def run(self, job, seconds):
-        """-> outcome; {"lost": True} if the worker died, {"timeout": True} if it said nothing for `seconds`."""
-        k = await self.free.get()
-        try:
-            while (worker := self.workers[k])["process"].returncode is not None or worker["reader"].done():
-                if self.broken:
-                    raise RuntimeError("harness workers keep dying; see their messages above")
-                await asyncio.sleep(0.05)                    # its successor is on the way
-            future = worker["waiting"][job["episode_id"]] = asyncio.get_running_loop().create_future()
-            try:
-                worker["process"].stdin.write(json.dumps(job).encode() + b"\n")
-                await worker["process"].stdin.drain()
-                return await asyncio.wait_for(future, seconds)
-            except TimeoutError:
-                self._kill(worker)
-                return {"timeout": True}
-            except ConnectionError:
-                return {"lost": True}
-        finally:
-            self.free.put_nowait(k)
-
-    def _kill(self, worker):
-        try:
-            os.killpg(worker["process"].pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return                                           # already gone: what we wanted
-
-    async def close(self):
-        self.closing = True
-        for worker in self.workers:
-            worker["process"].stdin.close()
-        for worker in self.workers:
-            try:
-                await asyncio.wait_for(worker["process"].wait(), 10)
-            except TimeoutError:
-                self._kill(worker)
-            await worker["reader"]
-
-
 # ---------------------------------------------------------------------------------------------- arguments that stages share
 
 def add_rollout_arguments(p, *, sampling):
@@ -189,7 +110,8 @@ def add_rollout_arguments(p, *, sampling):
     g.add_argument("--request-timeout", type=at_least(1.0, float), default=600, help="time-out of one try of a call (s; three tries)")
     g.add_argument("--seed", type=int, default=0, help="run seed: with the episode id and the turn it makes each call's own seed")
     g.add_argument("--shard", default=None, metavar="I/N",
-                   help="do every Nth episode from the Ith; default: RANK/WORLD_SIZE under torchrun, else all")
+                   help="do every Nth start (task, initial state), with all its attempts, from the Ith; "
+                        "default: RANK/WORLD_SIZE under torchrun, else all")
 
 
 def parse_suites(text):
@@ -253,7 +175,8 @@ def parse_shard(text):
 # ---------------------------------------------------------------------------------------------- running attempts
 
 FREE = {  # arguments that may differ between a killed run and the one that continues it
-    "workers", "concurrency", "retries", "shard", "slots", "batch", "engine_url", "request_timeout", "video", "target_successes", "limit"}
+    "workers", "concurrency", "retries", "shard", "slots", "batch", "request_timeout", "video", "target_successes", "limit",
+    "engine", "engine_url", "replicas", "tensor_parallel", "vllm_python", "vllm_args", "gpu_memory", "probe", "startup"}
 
 
 def check_resume(folder, stage, args, policy_version):
@@ -270,130 +193,272 @@ def check_resume(folder, stage, args, policy_version):
     print(f"{stage}: " + " ".join(f"{k}={v}" for k, v in now.items() if k != "stage"), flush=True)
 
 
+def shard_of(specs, shard, shards):
+    """Every Nth start (suite, index, init) with all its attempts: a group is never cut in two."""
+    numbers = {}
+    for s in specs:
+        numbers.setdefault((s["suite"], s["index"], s["init"]), len(numbers))
+    return [s for s in specs if numbers[s["suite"], s["index"], s["init"]] % shards == shard]
+
+
+def check_split(output, shards):
+    """BadInput if the folder holds this run in another number of parts."""
+    other = [p.name for p in sorted(Path(output).glob("shard-*-of-*")) if p.name.split("-")[-1] != str(shards)]
+    if shards > 1 and (Path(output) / "episodes.jsonl").exists():
+        other.append("episodes.jsonl of a run in one part")
+    if other:
+        raise BadInput(f"{output}: holds {other[0]}, but this command runs 1 of {shards} parts; keep the split, or give another --output")
+
+
+def used_ids(folder):
+    """{name: how many of the ids <name>.r0, .r1, … the folder's files know}, those of calls whose arrival was lost included."""
+    tries = collections.Counter()
+    for path in (folder / f for f in ("arrivals.jsonl", "calls.jsonl", "episodes.jsonl")):
+        for line in open(path, "rb") if path.exists() else ():
+            for name, r in re.findall(rb'"episode_id": ?"([^"\\]+)\.r(\d+)"', line):       # also of half a last line
+                tries[name.decode()] = max(tries[name.decode()], int(r) + 1)
+    return tries
+
+
+def whole_episodes(folder):
+    """The folder's Episodes. A valid one that names calls which calls.jsonl lacks (the folder was copied while it was written, or the
+    power failed) is moved to episodes.torn.jsonl: it can be neither trained on nor trusted, so its attempt is run again."""
+    JsonlWriter(folder / "episodes.jsonl").close()               # repairs half a last line
+    episodes, known = list(records.read_episodes(folder / "episodes.jsonl")), set()
+    if episodes and (folder / "calls.jsonl").exists():
+        for line in open(folder / "calls.jsonl", "rb"):
+            known.update(i.decode() for i in re.findall(rb'"call_id": ?"([^"\\]+)"', line) if line.endswith(b"\n"))
+    torn = [e for e in episodes if e.valid and not known.issuperset(e.calls)]
+    if torn:
+        again = {e.episode_id for e in torn}
+        episodes = [e for e in episodes if e.episode_id not in again]
+        part = folder / "episodes.jsonl.part"
+        part.unlink(missing_ok=True)
+        for path, rows in ((folder / "episodes.torn.jsonl", torn), (part, episodes)):
+            with JsonlWriter(path) as writer:
+                for e in rows:
+                    writer.append(records.to_line(e))
+        part.rename(folder / "episodes.jsonl")
+        print(f"{folder}: {len(torn)} episodes name calls that calls.jsonl lacks; moved to episodes.torn.jsonl, to be run again",
+              file=sys.stderr)
+    return episodes
+
+
+class Signals:
+    """While it is open, SIGINT and SIGTERM cancel `task`, once; `name` is the one that came. One more, later than 2 s after the first
+    (timeout(1), terminals and schedulers may deliver one signal twice), ends the process as it stands."""
+
+    def __enter__(self):
+        self.task, self.name, self.loop, self.before = None, None, asyncio.get_running_loop(), {}
+        if threading.current_thread() is threading.main_thread():            # others cannot have handlers
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.before[number] = signal.getsignal(number)
+                self.loop.add_signal_handler(number, self.arrived, number)
+        return self
+
+    def arrived(self, number):
+        if self.name is None:
+            self.name, self.first = signal.Signals(number).name, self.loop.time()
+            if self.task:
+                self.task.cancel()
+        elif self.loop.time() - self.first > 2:
+            os._exit(128 + number)
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            self.loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+
 def run(args, specs, stage, upstream, enough=None):
     """Runs every spec {suite, index, init, attempt, …} once and for all; -> (all Episodes of this run folder, invalid ones too; folder).
 
-    enough(episodes) -> True ends the run early and whole (collect.py's --target-successes). Prints and writes counts; writes the
-    manifest unless a STOP file ended the run.
+    enough(episodes) -> True ends the run early and whole (collect.py's --target-successes). Prints and writes counts. Writes the
+    manifest unless a STOP file (between episodes), SIGINT or SIGTERM (at once) ended the run: so the manifest says whether it is whole.
+    Closes the upstream, whatever happens.
     """
-    if not specs:
-        raise BadInput(f"{stage}: no episode to run; check --suites, --tasks, --inits, --attempts")
-    check_states(specs)
-    shard, shards = parse_shard(args.shard)
-    folder = Path(args.output) / (f"shard-{shard}-of-{shards}" if shards > 1 else "")
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock:                # the system lets go of it when this process ends, however it ends
+    return asyncio.run(run_in_loop(args, specs, stage, upstream, enough))
+
+
+async def run_in_loop(args, specs, stage, upstream, enough):
+    with contextlib.ExitStack() as held:
+        signals = held.enter_context(Signals())
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise BadInput(f"{folder}: another process is running there; wait for it, or give another --output") from None
-        check_resume(folder, stage, args, upstream.policy_version)
-        return asyncio.run(_run(args, specs[shard::shards], stage, upstream, enough, folder)), folder
+            if not specs:
+                raise BadInput(f"{stage}: no episode to run; check --suites, --tasks, --inits, --attempts")
+            check_states(specs)
+            shard, shards = parse_shard(args.shard)
+            check_split(args.output, shards)
+            folder = Path(args.output) / (f"shard-{shard}-of-{shards}" if shards > 1 else "")
+            lock_folder(folder, held)
+            with writing(folder):
+                check_resume(folder, stage, args, upstream.policy_version)
+                run = Run(args, shard_of(specs, shard, shards), stage, upstream, enough, folder)
+            signals.task = asyncio.create_task(run.work())
+            try:
+                await asyncio.wait([signals.task])
+            finally:
+                signals.task.cancel()                        # still going only if this coroutine itself was cancelled
+                await run.close()
+            return run.finish(signals), folder
+        finally:
+            await upstream.close()                           # it may own processes
 
 
-async def _run(args, specs, stage, upstream, enough, folder):
-    from proxy import Proxy
-    adapter = ADAPTERS[args.harness]()
-    began = time.monotonic()
-    writer = JsonlWriter(folder / "episodes.jsonl")
-    episodes = list(records.read_episodes(folder / "episodes.jsonl"))
-    def key(e):
-        return (e.task, e.init, e.attempt)
-    done = {key(e) for e in episodes if e.valid}
-    failures = collections.Counter()                         # of this command: repeating it tries invalid attempts again
-    tries = collections.Counter()                            # how many episode ids each attempt has used up, killed ones included
-    if (folder / "arrivals.jsonl").exists():
-        for _, row in records.read_jsonl(folder / "arrivals.jsonl", ("episode_id",)):
-            name, _, r = row["episode_id"].rpartition(".r")
-            tries[name] = max(tries[name], int(r) + 1)
-    for e in episodes:
-        name, _, r = e.episode_id.rpartition(".r")
-        tries[name] = max(tries[name], int(r) + 1)
+class Run:
+    """The episodes of one command in one run folder: those of earlier commands are read, the others are run."""
 
-    def spec_key(s):
-        return (f"{s['suite']}/{s['index']}", s["init"], s["attempt"])
-    todo = collections.deque(s for s in specs if spec_key(s) not in done)
-    resumed, already = len(specs) - len(todo), len(episodes)
-    if todo and not (enough and enough(episodes)):
-        for name in ("manifest.json", "report.json"):        # what they say is no longer true
-            (folder / name).unlink(missing_ok=True)
-    if hasattr(upstream, "find_model") and not upstream.model:
+    def __init__(self, args, specs, stage, upstream, enough, folder):
+        self.args, self.stage, self.upstream, self.folder = args, stage, upstream, folder
+        self.adapter, self.began = ADAPTERS[args.harness](), time.monotonic()
+        self.tries = used_ids(folder)                        # how many episode ids each attempt has used up, killed ones included
+        self.episodes = whole_episodes(folder)
+        self.writer = JsonlWriter(folder / "episodes.jsonl")
+        self.failures = collections.Counter()                # of this command: repeating it tries invalid attempts again
+        done = {(e.task, e.init, e.attempt) for e in self.episodes if e.valid}
+        self.todo = collections.deque(s for s in specs if self.key(s) not in done)
+        self.total, self.resumed, self.already = len(specs), len(specs) - len(self.todo), len(self.episodes)
+        self.enough = lambda: enough is not None and enough(self.episodes)
+        self.proxy = self.pool = self.bar = None
+        self.stop_file, self.abandoned = False, 0
+
+    @staticmethod
+    def key(spec):
+        return (f"{spec['suite']}/{spec['index']}", spec["init"], spec["attempt"])
+
+    async def work(self):
+        """Starts proxy and harness processes and runs what is to do. A signal cancels it: episodes in flight are abandoned."""
+        from proxy import Proxy
+        args, upstream, more = self.args, self.upstream, self.todo and not self.enough()
         try:
-            await upstream.find_model()
+            if more:
+                await upstream.ready()                       # starts and proves servers: what is wrong there ends the run here
         except UpstreamError as e:
-            raise BadInput(f"{stage}: no model server at {upstream.url} ({e})") from None
-    # Episode ids recur from stage to stage and round to round; seeds of calls must not.
-    proxy = Proxy(upstream, folder, PROFILES[args.sampling], args.max_tokens, f"{stage}/{args.seed}/{getattr(args, 'round', 0)}")
-    port = await proxy.start()
-    threads = 1 if any(s["suite"].startswith("libero") for s in specs) else args.concurrency
-    pool = WorkerPool(min(args.workers, max(1, len(todo))), threads)
-    await pool.start()
-    bar = tqdm(total=len(specs), initial=resumed, desc=stage, unit="episode", file=sys.stdout, dynamic_ncols=True,
-               mininterval=1.0 if sys.stdout.isatty() else 20.0)     # in a log file, a line now and then
-    stopped = False
+            raise BadInput(f"{self.stage}: no model server at {getattr(upstream, 'url', upstream.model)} ({e})") from None
+        # Episode ids recur from stage to stage and round to round; seeds of calls must not.
+        proxy = Proxy(upstream, self.folder, PROFILES[args.sampling], args.max_tokens,
+                      f"{self.stage}/{args.seed}/{getattr(args, 'round', 0)}")
+        with writing(self.folder):
+            if more:
+                for name in ("manifest.json", "report.json"):        # what they say is no longer true
+                    (self.folder / name).unlink(missing_ok=True)
+            self.port, self.proxy = await proxy.start(), proxy       # also records what a killed run left in flight
+        if not more:
+            return
+        threads = 1 if any(s["suite"].startswith("libero") for s in self.todo) else args.concurrency
+        self.pool = WorkerPool(min(args.workers, max(1, len(self.todo))), threads)
+        self.bar = tqdm(total=self.total, initial=self.resumed, desc=self.stage, unit="episode", file=sys.stdout, dynamic_ncols=True,
+                        mininterval=1.0 if sys.stdout.isatty() else 20.0)     # in a log file, a line now and then
+        await self.pool.start()
+        try:
+            async with asyncio.TaskGroup() as group:         # one that fails ends the others
+                watch = group.create_task(self.watch())
+                await asyncio.wait([group.create_task(self.feed()) for _ in range(self.pool.processes * self.pool.threads)])
+                watch.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
-    async def attempt(spec):
-        name = f"{spec['suite']}-{spec['index']}.i{spec['init']}.a{spec['attempt']}"
+    async def watch(self):
         while True:
-            spec = {**spec, "episode_id": f"{name}.r{tries[name]}"}
-            tries[name] += 1
-            job = adapter.job(spec, f"http://127.0.0.1:{port}/ep/{spec['episode_id']}/v1", args, upstream.model)
-            outcome = await pool.run(job, args.seconds + 3 * args.request_timeout + 60)      # one call may be tried three times
-            await proxy.settle(spec["episode_id"])
-            calls = proxy.take(spec["episode_id"], forget=True)
-            episode = adapter.episode(spec, outcome, calls, upstream.policy_version)
-            writer.append(records.to_line(episode))
-            episodes.append(episode)
+            self.check_usable()
+            await asyncio.sleep(1)
+
+    def check_usable(self):
+        """BadInput if nothing more can be recorded, or no engine is left: outcomes from then on tell of that and of no planner."""
+        if failure := getattr(self.proxy, "failure", None):
+            with writing(self.folder):
+                raise failure
+        if dead := getattr(self.upstream, "dead", lambda: None)():
+            raise BadInput(f"{self.stage}: {dead}; mend it and repeat the command")
+
+    async def feed(self):
+        while self.todo and not self.stop_file:
+            now = self.episodes[self.already:]
+            if (len(now) >= HOPELESS and not any(e.valid for e in now)) or self.enough():      # hopeless: told in finish()
+                return
+            if (self.folder / "STOP").exists() or (Path(self.args.output) / "STOP").exists():
+                self.stop_file = True
+                return
+            try:
+                await self.attempt(self.todo.popleft())
+            except (asyncio.CancelledError, BadInput):
+                self.abandoned += 1                          # no line: the repeated command runs it again under a new id
+                raise
+
+    async def attempt(self, spec):
+        name = f"{spec['suite']}-{spec['index']}.i{spec['init']}.a{spec['attempt']}"
+        while self.failures[self.key(spec)] <= self.args.retries:
+            spec = {**spec, "episode_id": f"{name}.r{self.tries[name]}"}
+            self.tries[name] += 1
+            job = self.adapter.job(spec, f"http://127.0.0.1:{self.port}/ep/{spec['episode_id']}/v1", self.args, self.upstream.model)
+            try:
+                outcome = await self.pool.run(job, self.args.seconds + 3 * self.args.request_timeout + 60)   # three tries of a call
+            except WorkersKeepDying as e:
+                raise BadInput(f"{self.stage}: {e}; mend the cause and repeat the command") from None
+            await self.proxy.settle(spec["episode_id"])
+            self.check_usable()
+            calls = self.proxy.take(spec["episode_id"], forget=True)
+            episode = self.adapter.episode(spec, outcome, calls, self.upstream.policy_version)
+            with writing(self.writer.path):
+                self.writer.append(records.to_line(episode))
+            self.episodes.append(episode)
             if episode.valid:
                 break
-            failures[spec_key(spec)] += 1
-            if failures[spec_key(spec)] > args.retries:
-                break
-        valid = [e for e in episodes if e.valid]
-        bar.update()
+            self.failures[self.key(spec)] += 1
+        valid = [e for e in self.episodes if e.valid]
+        self.bar.update()
         rate = sum(e.reward for e in valid) / max(len(valid), 1)
-        bar.set_postfix_str(f"success {rate:.3f} invalid {len(episodes) - len(valid)}", refresh=False)
+        self.bar.set_postfix_str(f"success {rate:.3f} invalid {len(self.episodes) - len(valid)}", refresh=False)
 
-    async def feed():
-        nonlocal stopped
-        while todo and not stopped:
-            now = episodes[already:]
-            if len(now) >= HOPELESS and not any(e.valid for e in now):
-                return                                       # told below
-            if (folder / "STOP").exists() or (Path(args.output) / "STOP").exists():
-                stopped = True
-            elif enough and enough(episodes):
-                return
-            else:
-                await attempt(todo.popleft())
+    async def close(self):
+        """The proxy first: it records calls in flight as interrupted. Then the harness processes, however far they are."""
+        try:
+            if self.proxy:
+                await self.proxy.stop()
+        finally:
+            if self.pool:
+                await self.pool.close()
+            self.writer.close()
+            if self.bar is not None:
+                self.bar.close()
 
-    try:
-        await asyncio.gather(*[feed() for _ in range(pool.processes * pool.threads)])
-    finally:
-        await pool.close()
-        await proxy.stop()
-        writer.close()
-        bar.close()
-    valid, invalid = [e for e in episodes if e.valid], [e for e in episodes[already:] if not e.valid]
-    counts = {"episodes": len(episodes), "valid": len(valid), "successes": sum(e.reward for e in valid), "resumed": resumed,
-              "calls": sum(len(e.calls) for e in episodes), "seconds": round(time.monotonic() - began, 1),
-              "invalid": dict(collections.Counter(e.reason for e in episodes if not e.valid)),
-              "ends": dict(collections.Counter(e.end for e in valid)), "worker_restarts": pool.restarts, "proxy": dict(proxy.counts)}
-    if hasattr(upstream, "counts"):
-        counts["engine"] = dict(upstream.counts)
-    await upstream.close()
-    print(f"{stage}: {counts['successes']:.0f} of {counts['valid']} valid episodes succeeded, {len(episodes) - len(valid)} invalid "
-          f"{counts['invalid'] or ''}, {counts['calls']} calls, {counts['seconds']} s; ends {counts['ends']}", flush=True)
-    if invalid:
-        why = next((e for e in invalid if e.extra.get("crash") or e.extra.get("detail")), invalid[0])
-        text = (why.extra.get("crash") or why.extra.get("detail") or "").strip().splitlines() or ["no message"]
-        print(f"{stage}: first invalid episode {why.episode_id}: {why.reason}: {text[-1]}", file=sys.stderr)
-    if len(episodes) > already and not any(e.valid for e in episodes[already:]):
-        raise BadInput(f"{stage}: all {len(invalid)} episodes of this command are invalid (infrastructure); mend the cause shown above "
-                       "and repeat the command")
-    if stopped:
-        print(f"{stage}: ended by a STOP file; delete it and repeat the command to go on")
+    def finish(self, signals):
+        """Tells what was done and how it ended; writes the manifest if that was the whole."""
+        task, stage, episodes = signals.task, self.stage, self.episodes
+        error = None if task.cancelled() else task.exception()
+        if error and (self.bar is None or not isinstance(error, BadInput)):
+            raise error
+        new, valid = episodes[self.already:], [e for e in episodes if e.valid]
+        invalid = [e for e in new if not e.valid]
+        counts = {"episodes": len(episodes), "valid": len(valid), "successes": sum(e.reward for e in valid), "resumed": self.resumed,
+                  "calls": sum(len(e.calls) for e in episodes), "seconds": round(time.monotonic() - self.began, 1),
+                  "invalid": dict(collections.Counter(e.reason for e in episodes if not e.valid)),
+                  "ends": dict(collections.Counter(e.end for e in valid)), "worker_restarts": self.pool.restarts if self.pool else 0,
+                  "proxy": dict(self.proxy.counts) if self.proxy else {}}
+        if hasattr(self.upstream, "counts"):
+            counts["engine"] = dict(self.upstream.counts)
+        print(f"{stage}: {counts['successes']:.0f} of {counts['valid']} valid episodes succeeded, {len(episodes) - len(valid)} invalid "
+              f"{counts['invalid'] or ''}, {counts['calls']} calls, {counts['seconds']} s; ends {counts['ends']}", flush=True)
+        if invalid:
+            why = next((e for e in invalid if e.extra.get("crash") or e.extra.get("detail")), invalid[0])
+            text = (why.extra.get("crash") or why.extra.get("detail") or "").strip().splitlines() or ["no message"]
+            print(f"{stage}: first invalid episode {why.episode_id}: {why.reason}: {text[-1]}", file=sys.stderr)
+        if error:
+            print(f"{stage}: {self.abandoned} episodes in flight abandoned", flush=True)
+            raise error
+        if task.cancelled():
+            print(f"{stage}: stopped by {signals.name}, {self.abandoned} episodes in flight abandoned; repeat the command to go on",
+                  flush=True)
+            return episodes
+        if new and len(invalid) == len(new):
+            raise BadInput(f"{stage}: all {len(invalid)} episodes of this command are invalid (infrastructure); mend the cause shown above "
+                           "and repeat the command")
+        if self.stop_file:
+            print(f"{stage}: ended by a STOP file; delete it and repeat the command to go on", flush=True)
+            return episodes
+        if (self.folder / "manifest.json").exists():          # a finished command was repeated: it ran nothing
+            return episodes
+        with writing(self.folder):
+            records.write_manifest(self.folder, stage, self.args, {**counts, "policy_version": self.upstream.policy_version},
+                                   files=("episodes.jsonl", "calls.jsonl"))
         return episodes
-    records.write_manifest(folder, stage, args, {**counts, "policy_version": upstream.policy_version},
-                           files=("episodes.jsonl", "calls.jsonl"))
-    return episodes

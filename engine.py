@@ -28,11 +28,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 import records
-from gate import render_prompt
+from gate import RENDER_ERRORS, render_prompt
 from upstream import UpstreamError
 
 GREEDY = 1e-5                                            # a temperature below this is argmax, as in vLLM
@@ -162,7 +161,7 @@ class Engine:
         kwargs = body.get("chat_template_kwargs")
         try:
             prompt = render_prompt(self.tokenizer, body["messages"], body.get("tools"), kwargs)
-        except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as e:
+        except RENDER_ERRORS as e:
             raise UpstreamError(400, f"messages cannot be rendered: {type(e).__name__}: {e}") from None
         limit = min(body.get("max_tokens") or self.max_length, self.max_length - len(prompt) - 1)
         if limit < 1:

@@ -160,8 +160,12 @@ def parts_of(path, last, command):
     if not folder.is_dir():
         raise BadInput(f"{path}: no such folder; give the --output of {command}")
     parts = sorted(folder.glob("shard-*-of-*")) or [folder]
-    if parts != [folder] and len(parts) != (wanted := int(parts[0].name.split("-")[-1])):
-        raise BadInput(f"{folder}: {len(parts)} of {wanted} shards are there; run the missing {command} --shard")
+    if parts != [folder]:
+        wanted = int(parts[0].name.split("-")[-1])
+        missing = sorted({f"{i}/{wanted}" for i in range(wanted)} - {"{1}/{3}".format(*p.name.split("-")) for p in parts})
+        if missing or len(parts) != wanted:
+            what = f"run the missing {command} --shard {', '.join(missing)}" if missing else "two splits are mixed; run into another folder"
+            raise BadInput(f"{folder}: {len(parts)} of {wanted} shards are there; {what}")
     for part in parts:
         if not (part / last).exists():
             raise BadInput(f"{part}: no {last}, so this run is not finished; repeat its {command} command")
@@ -331,7 +335,7 @@ def run_episodes(args):
     upstream = serving.make_upstream(args)
     policy_version, began = upstream.policy_version, time.monotonic()
     episodes, folder = adapters.run(args, specs, "eval", upstream)
-    if not (folder / "manifest.json").exists():      # a STOP file ended the run; adapters.run has said so
+    if not (folder / "manifest.json").exists():      # a STOP file or a signal ended the run; adapters.run has said so
         return records.STOPPED
     if args.video and not Path(film[0]["video"]).exists():
         print(f"note: {args.video} had been run before, so nothing was filmed; give another --output")
@@ -343,7 +347,8 @@ def run_episodes(args):
               "sampling": {"profile": args.sampling, **records.PROFILES[args.sampling]}, "inits": args.inits,
               "attempts": args.attempts, "held_out": not trained, **summarize(kept.values()), "run_again": replaced,
               "wall_seconds": seconds}               # of the command that finished it
-    records.write_json(path, report)
+    with records.writing(path):
+        records.write_json(path, report)
     print(f"reward is {report['reward_is']}; sampling {args.sampling}; {report['starts']} starts (task, init)")
     for name, part in {"all": report, **report["suites"]}.items():
         print(f"  {name:<20} {percent(part, part['invalid'])}")

@@ -1,12 +1,16 @@
-"""Does a response lean on removed text? Detectors, rule-based rewriter and judge of rewrite.py: pure functions of text.
+"""Does a response lean on removed text? Detectors, rewriter and judge of rewrite.py: pure functions of text.
 
     word      a memory-related word (MEMORY_WORDS) in reasoning or text
     quote     eight consecutive words of the removed text in reasoning or text; case and punctuation do not matter
     number    a number in reasoning or text that stands only in removed results; compared by value, sign respected
     argument  such a number or quote in tool-call arguments: they stay byte for byte, so it cannot be rewritten away
 
+Rewriter and judge are rules, or models that rewrite.py hands in as functions ask(chat messages) -> answer. The rules guard either way:
+what a model wrote passes the same detectors, and tool calls have to come back byte for byte.
+
 Source: SPEC.md §2, "Stage 1". Choices (ours): a quote or number that also stands in the student's own context
-is no evidence. Numbers in words ("twenty") or in other units (0.412 m for 412 mm) are not recognised.
+is no evidence. Numbers in words ("twenty") or in other units (0.412 m for 412 mm) are not recognised. The sources print no prompts and no
+number of attempts: both are ours. A model never sees the removed text, only the student's context, the response and what was found in it.
 """
 
 import functools
@@ -192,9 +196,6 @@ def rewrite_by_rules(message, dependence):
     return {**new, **{key: rewrite_text(message[key], dependence) for key in reasoning_keys(message)}}
 
 
-REWRITERS = {"rules": rewrite_by_rules}                    # name -> f(message, dependence) -> message
-
-
 # ---------------------------------------------------------------------------------------------- judge
 
 def judge(original, candidate, dependence):
@@ -222,3 +223,146 @@ def arguments_survive(arguments):
     except ValueError:
         return False
     return isinstance(value, dict) and as_written(arguments) == as_written(json.dumps(value, ensure_ascii=False))
+
+
+# ---------------------------------------------------------------------------------------------- models as rewriter and judge
+
+REWRITE_PROMPT = """\
+You edit training data for a robot planner. A teacher that can read a memory gave a response. A student without memory will learn from it.
+Rewrite the teacher's reasoning and text so that they follow from what the student can see, and from nothing else.
+
+- Keep the decision, the language, the style and about the length. The tool calls stay as they are.
+- Do not mention memory, notes, earlier episodes or anything remembered.
+- Use no number and no phrase that stands neither in the student's context nor in the tool calls.
+- Give a reason only if the student can check it in its context; otherwise state the step alone. Add no facts.
+
+Answer with one JSON object that has exactly the keys of the teacher's response, and nothing else."""
+
+JUDGE_PROMPT = """\
+You check training data for a robot planner. A teacher that can read a memory gave a response; it was rewritten for a student without one.
+Accept the rewritten response only if all of this holds:
+
+- Only reasoning and text were changed; the tool calls are the same.
+- Reasoning and text follow from the student's context and mention or use nothing remembered.
+- They still explain the same step, and add no facts.
+
+Answer with one JSON object, {"accept": true or false, "reason": "one sentence"}, and nothing else."""
+
+# A rewrite that writes the chat template's own marks would become a second tool call, or end the turn, once rendered.
+_MARKUP = re.compile(r"<\|[^|<>]*\|>|</?(?:think|tool_call|tool_response|tools)>")
+
+
+def transcript(messages):
+    """Chat messages as plain text, for a model that reads about them."""
+    out = []
+    for m in messages:
+        out += [f"[{m['role']}]", *(f"(reasoning) {m[k]}" for k in reasoning_keys(m)[:1]), text_of(m.get("content"))]
+        out += [f"(calls {c['function']['name']} with {arguments_text(c)})" for c in m.get("tool_calls") or []]
+    return "\n".join(filter(None, out))
+
+
+def fields_of(message):
+    """What a rewriter may write anew: {"reasoning", "content"}, without the empty ones."""
+    fields = {"reasoning": next((message[k] for k in reasoning_keys(message)), ""), "content": text_of(message.get("content"))}
+    return {k: v for k, v in fields.items() if v.strip()}
+
+
+def _case(message, messages, tools):
+    calls = [f"{c['function']['name']} {arguments_text(c)}" for c in message.get("tool_calls") or []]
+    return (f"Student's tools:\n{json.dumps(tools, ensure_ascii=False)}\n\nStudent's context:\n{transcript(messages)}\n\n"
+            f"Tool calls of the response:\n{chr(10).join(calls) or 'none'}\n\n"
+            f"Teacher's response:\n{json.dumps(fields_of(message), ensure_ascii=False)}\n\n")
+
+
+def describe(evidence):
+    return "; ".join(f"{e['kind']} {e['found']!r} in {e['where']}" for e in evidence)
+
+
+def rewrite_request(message, dependence, messages, tools, refused=()):
+    """Chat messages for the rewriter. refused: earlier answers and why not, so that a repeated request at temperature 0 is a new one."""
+    text = _case(message, messages, tools) + f"Found in it, must go: {describe(dependence.evidence(message))}"
+    chat = [{"role": "system", "content": REWRITE_PROMPT}, {"role": "user", "content": text}]
+    for answer, why in refused:
+        chat += [{"role": "assistant", "content": answer or "(no answer)"},
+                 {"role": "user", "content": f"Refused: {why}. Write the JSON object again."}]
+    return chat
+
+
+def judge_request(message, candidate, messages, tools):
+    text = _case(message, messages, tools) + f"Rewritten response:\n{json.dumps(fields_of(candidate), ensure_ascii=False)}"
+    return [{"role": "system", "content": JUDGE_PROMPT}, {"role": "user", "content": text}]
+
+
+def _json_object(answer):
+    """The JSON object in an answer, whatever stands around it (a fence, thinking aloud); ValueError if there is none."""
+    answer = answer.rpartition("</think>")[2]
+    start, end = answer.find("{"), answer.rfind("}")
+    if start < 0 or end < start:
+        raise ValueError("the answer holds no JSON object")
+    try:
+        value = json.loads(answer[start:end + 1])
+    except RecursionError:
+        raise ValueError("the answer's JSON is nested too deeply") from None
+    assert isinstance(value, dict), f"text from {{ to }} parsed as {type(value).__name__}"
+    return value
+
+
+def read_rewrite(answer, message):
+    """A rewriter's answer -> the message with it; ValueError says what is wrong with the answer."""
+    value, wanted = _json_object(answer), fields_of(message)
+    tool_calls = value.pop("tool_calls", None)             # not asked for; if a model repeats them, the judge compares them
+    if value.keys() != wanted.keys() or not all(isinstance(v, str) for v in value.values()):
+        raise ValueError(f"expected text under the keys {sorted(wanted)}, found {sorted(value)}")
+    for text in value.values():
+        text.encode()                                      # half of a surrogate pair: UnicodeEncodeError is a ValueError
+    if mark := next((m for v in value.values() for m in _MARKUP.findall(v)), None):
+        raise ValueError(f"{mark} belongs to the chat template, not into a text")
+    new = {**message, "content": value.get("content", text_of(message.get("content")))}
+    new.update((k, value["reasoning"]) for k in reasoning_keys(message) if "reasoning" in value)
+    return new if tool_calls is None else {**new, "tool_calls": tool_calls}
+
+
+def read_verdict(answer):
+    """A judge's answer -> (accepted, its reason)."""
+    value = _json_object(answer)
+    if not isinstance(value.get("accept"), bool):
+        raise ValueError(f"expected accept: true or false, found {value.get('accept')!r}")
+    return value["accept"], str(value.get("reason", ""))
+
+
+def rewrite_by_models(message, dependence, messages, tools, ask_rewriter, ask_judge, attempts):
+    """-> (student's version, [one verdict an attempt; None: accepted]); after `attempts` refusals the rules' version, for history only.
+
+    ask_rewriter, ask_judge: f(chat messages) -> answer, None where the request does not fit into the model; or None in place of the
+    function: the rules alone rewrite (one attempt, for they would write the same again) or judge.
+    """
+    by_rules, verdicts, refused = rewrite_by_rules(message, dependence), [], []
+    for _ in range(attempts if ask_rewriter else 1):
+        candidate, answer, why = by_rules, "", ""
+        if ask_rewriter:
+            answer = ask_rewriter(rewrite_request(message, dependence, messages, tools, refused))
+            if answer is None:
+                return by_rules, [*verdicts, "request_too_long"]
+            try:
+                candidate = read_rewrite(answer, message)
+            except ValueError as e:
+                verdicts.append("rewrite_malformed")
+                refused.append((answer, str(e)))
+                continue
+        verdict = judge(message, candidate, dependence)
+        if verdict == "still_dependent":
+            why = "not in the student's context: " + describe(e for e in dependence.evidence(candidate) if e["where"] != "arguments")
+        elif verdict is None and ask_judge:
+            told = ask_judge(judge_request(message, candidate, messages, tools))
+            if told is None:
+                return by_rules, [*verdicts, "request_too_long"]
+            try:
+                accepted, why = read_verdict(told)
+                verdict = None if accepted else "judge_refused"
+            except ValueError:
+                verdict, why = "judge_malformed", "the judge could not tell; write it more plainly"
+        verdicts.append(verdict)
+        if verdict is None:
+            return candidate, verdicts
+        refused.append((answer, why or verdict.replace("_", " ")))
+    return by_rules, verdicts

@@ -3,6 +3,7 @@
     calls.jsonl     one `Call` a line        written by proxy.py (collect, rollout, eval)
     arrivals.jsonl  one request a line       written by proxy.py when a request arrives, so that a kill loses none
     episodes.jsonl  one `Episode` a line     written by adapters.py
+    episodes.torn.jsonl  episodes whose calls are missing; they are run again (adapters.py)
     images/         <sha256>.<png|jpg|webp>  exact bytes that were sent, one file per picture
     args.json       resolved arguments, written first
     manifest.json   arguments, versions, counts, hashes; written last: its presence means "this output is whole"
@@ -267,7 +268,14 @@ class ImageStore:
     """images/<sha256>.<suffix>: exact bytes, each picture once. Paths are made from hashes only."""
 
     def __init__(self, folder):
-        self.folder = Path(folder)
+        self.folder, self.seen = Path(folder), {}          # seen: sha256 of a data URI -> sha256 of its bytes
+
+    def put_data_uri(self, url):
+        """put() of a data URI's bytes. A history sends its pictures again with every call: those are not decoded again."""
+        key = hashlib.sha256(url.encode(errors="surrogatepass")).digest()
+        if key not in self.seen:
+            self.seen[key] = self.put(decode_data_uri(url))
+        return self.seen[key]
 
     def put(self, data):
         """bytes -> sha256 hex; raises ValueError if `data` is no PNG, JPEG or WebP."""
@@ -415,7 +423,7 @@ def lock_folder(folder, held):
             raise BadInput(f"{folder}: another process is running there; wait for it, or give another folder") from None
 
 
-STOPPED = 4       # exit code of a stage that a STOP file ended: its output is not whole, so a pipeline must not go on
+STOPPED = 4       # exit code of a stage that a STOP file, SIGINT or SIGTERM ended: its output is not whole, so a pipeline must not go on
 
 
 def run_main(main):
@@ -425,3 +433,6 @@ def run_main(main):
     except BadInput as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:                              # a stage in its episodes ends itself (adapters.Signals); this is anywhere else
+        print("stopped by SIGINT; repeat the command to go on", file=sys.stderr)
+        sys.exit(STOPPED)

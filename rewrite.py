@@ -7,49 +7,64 @@ the response a target, rewrites it first, or keeps it as history only. Outcomes:
 dropped (by reason); they add up to the number of calls read.
 
 Reads   TEACHER/{calls,episodes}.jsonl (or those of its shards), the tokenizer and chat template of the student
-        checkpoint
+        checkpoint; a rewriter's and a judge's answers, where models are asked (--rewriter URL, --judge URL)
 Writes  OUTPUT/sft.jsonl            messages, tools, message, prompt_token_ids, token_ids (with end token), source, …
-        OUTPUT/rewrite-report.json  counts per evidence and outcome, per-episode numbers, an example per evidence
-        OUTPUT/manifest.json        last. Repeating the command does the same work again (deterministic)
+        OUTPUT/answers.jsonl        paid answers of models: a killed command does not pay twice
+        OUTPUT/rewrite-report.json  counts per evidence and outcome, per-episode numbers, an example per evidence, cost
+        OUTPUT/manifest.json        last. Repeating the command does the same work again (deterministic; models are
+                                    asked at temperature 0, and answers already paid for are read from their file)
 
 Departures and choices (ours)
  1. A quote or number that also stands in the student's own context (prompt, tool results, tool specifications,
     its earlier responses) is no evidence. Numbers which an earlier history-only response leaked do not count as the
     student's own.
- 2. --rewriter rules drops dependent clauses and sentences and writes nothing new.
+ 2. --rewriter rules drops dependent clauses and sentences and writes nothing new. The paper's rewriter and judge are
+    models (--rewriter URL, --judge URL); the rules guard them: same detectors, tool calls byte for byte. After
+    --rewrite-attempts refusals (the sources give no number) the response is history only. A model is asked for
+    possible targets alone: not for calls after success, nor where an argument leans on memory.
  3. --mode mask leaves flagged responses out as targets. History is the same in both modes (earlier responses as the
-    student would have given them), so mask's rows are a subset of rewrite's and the two arms differ in coverage
-    alone. In a response that the judge refused, whatever the rewriter could drop is dropped; if nothing is left,
-    it leaves the history.
+    student would have given them; with models, give both arms one --answers file and only the first pays), so mask's
+    rows are a subset of rewrite's and the two arms differ in coverage alone. In a refused response, whatever the
+    rules could drop is dropped; if nothing is left, it leaves the history.
  4. Calls after success are dropped, but --after-success finish keeps the one that ends the episode: a student
     that never sees `finish` does not learn to stop.
  5. What the harness changed between calls (shortened results, dropped reasoning) stays as recorded in each
     call.
 
     python rewrite.py --teacher run/teacher --student run/base --output run/sft-data
+    python rewrite.py … --rewriter http://127.0.0.1:8000/v1 --judge http://127.0.0.1:8000/v1
     torchrun …    not needed: one process does about 1,000 calls/s; torchrun sft.py splits the rows
 """
 
 import argparse
+import contextlib
+import functools
 import json
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jinja2.exceptions import TemplateError
+from tqdm import tqdm
 
 import adapters
+import endpoint
 import gate
-from evidence import (REWRITERS, Dependence, arguments_survive, arguments_text, judge, numbers_in, reasoning_keys,
+from evidence import (Dependence, arguments_survive, arguments_text, numbers_in, reasoning_keys, rewrite_by_models,
                       rewrite_by_rules, text_of, texts_of)
-from records import (BadInput, Formatter, JsonlWriter, folders, read_calls, read_episodes, run_main, save_args,
+from records import (BadInput, Formatter, JsonlWriter, at_least, folders, read_calls, read_episodes, run_main, save_args,
                      write_json, write_manifest)
 
 MEMORY_PREFIX = "memory_"                                  # tools whose name starts so are the teacher's alone
 NORMAL_ENDS = ("finish", "text")
 _SECTION = re.compile(r"(?:^|\n)[ \t]*\[memory\][ \t]*\n(.*?)[ \t]*\[/memory\][ \t]*(?=\n|$)", re.S)
 _MARK = re.compile(r"^[ \t]*\[/?memory\][ \t]*$", re.M)
+
+
+# By rules alone, which cost nothing: responses that cannot become targets stand in the history of those that can.
+rewrite_alone = functools.partial(rewrite_by_models, ask_rewriter=None, ask_judge=None, attempts=1)
 
 
 def is_memory(tool_call):
@@ -74,11 +89,12 @@ def strip_sections(text, call_id):
 class History:
     """One teacher episode, call by call: the student's context of each call, the student's version of each response.
 
-    For every delivered call in order: context(call), then respond(call.message, …).
+    For every delivered call in order: context(call), then respond(call.message, …). rewriter: f(message, Dependence,
+    context, tools) -> (student's version, verdict of each attempt), as evidence.rewrite_by_models gives.
     """
 
     def __init__(self, rewriter):
-        self.rewriter = rewriter
+        self.rewriter, self.attempts = rewriter, Counter() # verdict -> attempts of a model to rewrite
         self.responses = []                                  # (teacher's message, student's version or None), in order
         self.removed, self.results = {}, {}                # removed texts so far (dicts as ordered sets)
         self.leaked = set()                                # numbers that history-only responses took from memory
@@ -110,10 +126,10 @@ class History:
             messages[i] = rewrite_by_rules(messages[i], dependence)
         return messages, tools, dependence
 
-    def respond(self, message, dependence):
+    def respond(self, message, dependence, context, tools, target=True):
         """(student's version or None, evidence, judge's verdict or None, number of memory calls taken out).
 
-        The version stands in the history of later calls, whether it becomes a target or not.
+        The version stands in the history of later calls, whether it becomes a target or not. target: it may become one.
         """
         calls = message.get("tool_calls") or []
         kept = [c for c in calls if not is_memory(c)]
@@ -131,10 +147,11 @@ class History:
             own["tool_calls"] = kept
         evidence, verdict, student = dependence.evidence(own), None, own
         if evidence:
-            student = self.rewriter(own, dependence)
-            verdict = judge(own, student, dependence)
-            if any(e["kind"] == "argument" for e in evidence):
-                verdict = "argument"
+            argument = any(e["kind"] == "argument" for e in evidence)
+            possible = target and not argument and all(arguments_survive(c["function"].get("arguments")) for c in kept)
+            student, verdicts = (self.rewriter if possible else rewrite_alone)(own, dependence, context, tools)
+            verdict = "argument" if argument else verdicts[-1]
+            self.attempts.update((v or "accepted" for v in verdicts) if possible else ())
             if verdict:
                 self.leaked.update(*(numbers_in(e["found"]) for e in evidence if e["kind"] in ("number", "argument")))
                 student = {**student, "tool_calls": kept} if kept else student
@@ -207,6 +224,7 @@ class Report:
     def __init__(self):
         self.outcomes, self.evidence, self.numbers = Counter(), Counter(), Counter()
         self.targets = Counter()                           # number of targets of an episode -> episodes
+        self.attempts = Counter()                          # verdict -> attempts of rewriters
         self.examples, self.errors = {}, []
 
     def flagged(self, evidence, before, after, outcome, call):
@@ -224,7 +242,7 @@ class Report:
         return {"calls": sum(self.outcomes.values()), "targets": total,
                 "outcomes": dict(sorted(self.outcomes.items())),
                 "evidence": {k: self.evidence[k] for k in ("word", "quote", "number", "argument")},
-                "numbers": dict(sorted(self.numbers.items())),
+                "numbers": dict(sorted(self.numbers.items())), "attempts": dict(sorted(self.attempts.items())),
                 "episodes": {"used": used, "without_target": self.targets[0],
                              "targets_mean": round(total / used, 3) if used else None,
                              "targets_histogram": {str(k): self.targets[k] for k in sorted(self.targets)}},
@@ -237,23 +255,33 @@ def is_end(message, episode):
     return "finish" in names or (not names and episode.end == "text")
 
 
-def episode_rows(episode, calls, tokenizer, args, report):
-    """Recorded calls of one usable episode -> rows of sft.jsonl. Every call is counted in `report`."""
-    history = History(REWRITERS[args.rewriter])
-    rows, previous = [], None
+def replay(episode, calls, rewriter, args):
+    """Recorded calls of one usable episode -> (its History, [(call, why it is dropped or None, version)]).
+
+    version: (student's messages, tools, *History.respond). An episode's calls follow one another here: what the student
+    would have answered is context of the next call. No tokenizer: it is not for several threads at once.
+    """
+    history, turns = History(rewriter), []
     for call in sorted(calls, key=lambda c: c.turn):
         if not call.delivered or call.error or call.message is None:
-            report.outcomes["dropped: not_delivered"] += 1
+            turns.append((call, "not_delivered", None))
             continue
         messages, tools, dependence = history.context(call)
-        student, evidence, verdict, memory_calls = history.respond(call.message, dependence)
-        late = adapters.post_success(episode, call)
-        if late and not (args.after_success == "finish" and is_end(call.message, episode)):
-            report.outcomes["dropped: after_success"] += 1
+        late = adapters.post_success(episode, call) and not (args.after_success == "finish" and is_end(call.message, episode))
+        version = history.respond(call.message, dependence, messages, tools, target=not late)
+        turns.append((call, "after_success" if late else "memory_only" if version[0] is None else None, (messages, tools, *version)))
+    return history, turns
+
+
+def episode_rows(episode, replayed, tokenizer, args, report):
+    """What `replay` made of one usable episode -> rows of sft.jsonl. Every call is counted in `report`."""
+    history, turns = replayed
+    rows, previous = [], None
+    for call, dropped, version in turns:
+        if dropped:
+            report.outcomes[f"dropped: {dropped}"] += 1
             continue
-        if student is None:
-            report.outcomes["dropped: memory_only"] += 1
-            continue
+        messages, tools, student, evidence, verdict, memory_calls = version
         report.numbers["mixed"] += bool(memory_calls)
         if not all(arguments_survive(c["function"].get("arguments")) for c in student.get("tool_calls") or []):
             verdict = verdict or "arguments_not_preserved"
@@ -291,6 +319,7 @@ def episode_rows(episode, calls, tokenizer, args, report):
                      "token_ids": target})
     report.targets[len(rows)] += 1
     report.numbers["history_unmatched"] += history.unmatched
+    report.attempts.update(history.attempts)
     return rows
 
 
@@ -303,11 +332,11 @@ def unusable(episode):
     return None if episode.end in NORMAL_ENDS else "episode_abnormal_end"
 
 
-def all_rows(teacher, tokenizer, args, report):
-    """Yields the rows of every usable episode, in the order in which episodes are complete in calls.jsonl.
+def usable_episodes(teacher, args, report):
+    """Yields (path, episode, its calls) of every usable episode, in the order in which they are complete in calls.jsonl.
 
     teacher: a run folder, sharded or not. Calls are held only until their episode is complete, so memory does not grow
-    with the files.
+    with the files. What is not used is counted in `report`.
     """
     parts = folders(teacher)
     episodes, reasons, usable = {}, {}, 0
@@ -335,15 +364,37 @@ def all_rows(teacher, tokenizer, args, report):
         held[call.call_id] = call
         if len(held) < len(episode.calls):
             continue
-        try:
-            yield from episode_rows(episode, list(held.values()), tokenizer, args, report)
-        except (KeyError, TypeError, AttributeError) as e:
-            raise BadInput(f"{path}: episode {call.episode_id}: a message or tool is not in OpenAI's chat "
-                           f"format ({type(e).__name__}: {e})") from e
         del pending[call.episode_id]
         done.add(call.episode_id)
+        yield path, episode, list(held.values())
     for held in pending.values():                          # the episode lists calls that the file does not hold
         report.outcomes["dropped: episode_incomplete"] += len(held)
+
+
+def all_rows(teacher, tokenizer, args, report, rewriter, ahead):
+    """Yields the rows of every usable episode, in the order of `usable_episodes`, however long each one's models take.
+
+    ahead: episodes that are replayed at a time, each in a thread of its own.
+    """
+    waiting = deque()
+
+    def rows():
+        path, episode, future = waiting.popleft()
+        try:
+            return episode_rows(episode, future.result(), tokenizer, args, report)
+        except (KeyError, TypeError, AttributeError) as e:
+            raise BadInput(f"{path}: episode {episode.episode_id}: a message or tool is not in OpenAI's chat "
+                           f"format ({type(e).__name__}: {e})") from e
+    pool = ThreadPoolExecutor(ahead)
+    try:
+        for path, episode, calls in usable_episodes(teacher, args, report):
+            waiting.append((path, episode, pool.submit(replay, episode, calls, rewriter, args)))
+            if len(waiting) > 2 * ahead:
+                yield from rows()
+        while waiting:
+            yield from rows()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 # ---------------------------------------------------------------------------------------------- the command
@@ -357,9 +408,20 @@ def parse_args():
     g = p.add_argument_group("method")
     g.add_argument("--mode", choices=["rewrite", "mask"], default="rewrite",
                    help="flagged responses: rewrite them, or leave them out")
-    g.add_argument("--rewriter", choices=sorted(REWRITERS), default="rules", help="who rewrites flagged responses")
+    g.add_argument("--rewriter", default="rules", metavar="{rules,URL}",
+                   help="who rewrites flagged responses: rules, or an OpenAI-compatible model (http://…/v1, comma-separated)")
+    g.add_argument("--judge", default="rules", metavar="{rules,URL}",
+                   help="who judges a rewrite that passed the rules: nobody else, or an OpenAI-compatible model")
     g.add_argument("--after-success", choices=["finish", "none"], default="finish",
                    help="calls after success: keep the one that ends the episode, or none")
+    g = p.add_argument_group("models as rewriter and judge (key: OPENAI_API_KEY)")
+    g.add_argument("--rewriter-model", default="", help="name of the model; default: the one that the server offers")
+    g.add_argument("--judge-model", default="", help="name of the model; default: the one that the server offers")
+    g.add_argument("--rewrite-attempts", type=at_least(1), default=3, help="attempts per response (count); then it is history only")
+    g.add_argument("--answer-tokens", type=at_least(16), default=4096, help="tokens per answer, thinking included")
+    g.add_argument("--concurrency", type=at_least(1), default=16, help="requests at a time (one per episode)")
+    g.add_argument("--request-timeout", type=at_least(1.0, float), default=600, help="time-out of one try (s; five tries)")
+    g.add_argument("--answers", default=None, help="file of paid answers; default: OUTPUT/answers.jsonl")
     g = p.add_argument_group("limits")
     g.add_argument("--max-tokens", type=int, default=32768,
                    help="longest prompt + target (tokens); longer rows are dropped")
@@ -367,12 +429,15 @@ def parse_args():
     args = p.parse_args()
     if args.max_tokens < 2 or args.limit_episodes < 0:
         p.error("--max-tokens must be at least 2, --limit-episodes at least 0")
+    for name in ("rewriter", "judge"):
+        if getattr(args, name) != "rules" and not getattr(args, name).startswith(("http://", "https://")):
+            p.error(f"--{name} {getattr(args, name)!r}: expected rules or a URL (http://…/v1)")
     return args
 
 
 def print_report(report):
     print(f"rewrite: {report['calls']} calls -> {report['targets']} targets")
-    for title in ("outcomes", "evidence", "numbers"):
+    for title in ("outcomes", "evidence", "numbers", "attempts"):
         print(f"  {title}" + (" (responses; one may have several)" if title == "evidence" else ""))
         for name, n in report[title].items():
             print(f"    {name:<40} {n:>8}")
@@ -384,6 +449,14 @@ def print_report(report):
 
 def main():
     args = parse_args()
+    urls = {name: (getattr(args, name), getattr(args, f"{name}_model")) for name in ("rewriter", "judge") if getattr(args, name) != "rules"}
+    path = args.answers or Path(args.output) / "answers.jsonl"
+    with endpoint.Answers(path, urls, args.answer_tokens, args.request_timeout) if urls else contextlib.nullcontext() as answers:
+        make_rows(args, answers)
+
+
+def make_rows(args, answers):
+    """answers: where models are asked, else None."""
     started = time.time()
     teacher, output = Path(args.teacher), Path(args.output)
     tokenizer = gate.load_tokenizer(args.student)
@@ -392,10 +465,16 @@ def main():
     part = output / "sft.jsonl.part"
     part.unlink(missing_ok=True)
     report = Report()
+    ask = {name: functools.partial(answers.ask, name) for name in answers.endpoints} if answers else {}
+    rewriter = functools.partial(rewrite_by_models, ask_rewriter=ask.get("rewriter"), ask_judge=ask.get("judge"),
+                                 attempts=args.rewrite_attempts)
+    rows = all_rows(teacher, tokenizer, args, report, rewriter, args.concurrency if answers else 1)
     with JsonlWriter(part) as writer:
-        for row in all_rows(teacher, tokenizer, args, report):
+        for row in tqdm(rows, desc="rewrite", unit="row", disable=not answers, mininterval=20):
             writer.append(row)
     result = report.as_dict()
+    if answers:
+        result["cost"] = answers.cost()
     if not result["targets"]:
         raise BadInput(f"{teacher}: no target in {result['calls']} calls {result['outcomes']}; "
                        + (f"first error: {report.errors[0]}" if report.errors else "collect more successful episodes"))
@@ -403,7 +482,7 @@ def main():
     write_json(output / "rewrite-report.json", {"arguments": vars(args), **result})
     print_report(result)
     print(f"rewrite: {time.time() - started:.1f} s -> {output / 'sft.jsonl'}")
-    counts = {"targets": result["targets"], **result["outcomes"]}
+    counts = {"targets": result["targets"], **result["outcomes"], **({"cost": result["cost"]} if answers else {})}
     write_manifest(output, "rewrite", args, counts, ["sft.jsonl", "rewrite-report.json"])
 
 

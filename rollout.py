@@ -11,6 +11,7 @@ Departures from the paper
 
     python rollout.py --model run/sft --suites tabletop_swap --inits 11-44 --groups 64 --attempts 6 --round 1 --output run/round-1
     torchrun --nproc_per_node 4 rollout.py …        each rank does its shard; vLLM behind --engine-url serves them all
+(all attempts of a group lie in one shard: one prefix to keep, and a shard's count of groups with both outcomes is exact)
 """
 
 import argparse

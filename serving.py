@@ -59,7 +59,7 @@ def add_engine_arguments(p, required=True):
     g.add_argument("--reasoning-parser", default=None,
                    help="vllm: reasoning parser, or 'none'; default: by model family, if the template thinks")
     g.add_argument("--vllm-python", default=None, help="python that has vLLM; default: .venv-vllm/bin/python, else this one")
-    g.add_argument("--vllm-args", default=None, help="further arguments of vLLM, quoted, e.g. '--quantization fp8'")
+    g.add_argument("--vllm-args", default=None, help="further arguments of vLLM, e.g. --vllm-args='--quantization fp8'")
     g.add_argument("--startup", type=at_least(1.0, float), default=None, help="vllm: longest wait for a replica (s); default 1800")
     g.add_argument("--probe", choices=("full", "light", "off"), default=None,
                    help="vllm, URL: proof before the first call; full compares log-probs with a forward of --model here (CPU), "

@@ -47,6 +47,8 @@ class HttpUpstream:
         try:
             async with self.session.request(method, url, data=data) as response:
                 raw, status, retry_after = await response.read(), response.status, response.headers.get("Retry-After")
+                if status >= 500:
+                    response.close()                       # vLLM closes its end after a 500 without saying so: the next call would be lost
         except (aiohttp.ClientError, OSError) as e:
             raise UpstreamError(502, f"{type(e).__name__}: {e}", "connection") from None
         try:

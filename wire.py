@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 
+import msgspec
 from aiohttp import web
 
 import records
@@ -23,8 +24,15 @@ NEUTRAL = {  # fields that bend the policy's own distribution (or the one-reply 
     "ignore_eos": (None, False), "min_tokens": (None, 0), "logit_bias": (None, {}), "allowed_token_ids": (None, []),
     "bad_words": (None, []), "thinking_token_budget": (None,), "structured_outputs": (None,), "guided_json": (None,),
     "guided_regex": (None,), "guided_choice": (None,), "guided_grammar": (None,),
-    "response_format": (None, {"type": "text"}), "tool_choice": (None, "auto", "none"),
+    "response_format": (None, {"type": "text"}), "tool_choice": (None, "auto", "none"), "repetition_detection": (None,),
+    "watermarking": (None,), "vllm_xargs": (None, {}), "logprob_token_ids": (None, []),
 }
+PLAIN = {  # fields that make vLLM render another prompt than the messages say, so that the gate would refuse the call
+    "add_generation_prompt": (None, True), "continue_final_message": (None, False), "chat_template": (None,), "documents": (None, []),
+    "truncate_prompt_tokens": (None,), "add_special_tokens": (None, False), "echo": (None, False), "kv_transfer_params": (None, {}),
+    "ec_transfer_params": (None, {}), "mm_processor_kwargs": (None, {}), "media_io_kwargs": (None, {}),
+}
+TEMPLATE_KWARGS = ("tools", "tokenize", "chat_template", "conversation")     # of chat_template_kwargs: not a template's own variables
 TYPES = {"tools": list, "chat_template_kwargs": dict, "model": str, "stream": bool, "stream_options": dict}
 KNOWN = {  # fields that a Call holds elsewhere or that the proxy sets itself; all others are kept as `request`
     "messages", "tools", "model", "chat_template_kwargs", "stream", "stream_options", "n", "logprobs", "top_logprobs",
@@ -63,6 +71,17 @@ def parse_body(raw):
         if name in body and body[name] not in neutral:
             raise Refused(400, f"{name}={json.dumps(body[name])[:80]} is not supported: the recorded log-probs would "
                                f"not be the policy's; accepted: {', '.join(map(json.dumps, neutral))}")
+    for name, plain in PLAIN.items():
+        if name in body and body[name] not in plain:
+            raise Refused(400, f"{name}={json.dumps(body[name])[:80]} is not supported: the prompt would not be what the messages say; "
+                               f"accepted: {', '.join(map(json.dumps, plain))}")
+    kwargs = body.get("chat_template_kwargs") or {}
+    if wrong := [name for name in TEMPLATE_KWARGS if name in kwargs]:
+        raise Refused(400, f"chat_template_kwargs: {wrong[0]} is not a variable of a chat template")
+    if (effort := body.get("reasoning_effort")) is not None:       # vLLM makes template variables of it: recorded as what they are
+        body["chat_template_kwargs"] = {"enable_thinking": effort != "none", **kwargs, "reasoning_effort": effort}
+    if body.get("tools") == []:                            # the same to a template, and a 400 to vLLM
+        del body["tools"]
     for name in ("max_tokens", "max_completion_tokens"):
         if body.get(name) is not None and (type(body[name]) is not int or body[name] < 1):
             raise Refused(400, f"{name} must be a positive integer, found {body[name]!r}")
@@ -84,7 +103,7 @@ def _store_part(part, images):
     url = part.get("image_url")
     url = str(url.get("url") if isinstance(url, dict) else url)
     try:
-        return {"type": "image", "sha256": images.put(records.decode_data_uri(url))}
+        return {"type": "image", "sha256": images.put_data_uri(url)}
     except ValueError as e:
         raise Refused(400, f"bad picture: {e}") from None
 
@@ -113,14 +132,16 @@ def read_reply(call, reply):
     try:
         if len(reply["choices"]) != 1:
             raise ValueError(f"{len(reply['choices'])} choices, expected 1")
-        choice, call.prompt_token_ids = reply["choices"][0], _numbers(reply.get("prompt_token_ids"), int)
+        choice, call.prompt_token_ids = reply["choices"][0], msgspec.convert(reply.get("prompt_token_ids") or [], list[int])
         call.message, call.finish_reason = dict(choice["message"]), choice.get("finish_reason")
-        call.token_ids = _numbers(choice.get("token_ids"), int)
+        call.token_ids = msgspec.convert(choice.get("token_ids") or [], list[int])
         entries = (choice.get("logprobs") or {}).get("content") or []
-        call.logprobs = _numbers([entry.get("logprob") for entry in entries], int, float, type(None))
+        call.logprobs = msgspec.convert([entry.get("logprob") for entry in entries], list[int | float | None])
         call.model = reply.get("model") or call.model
         if "queue_seconds" in reply:                       # of the in-process engine; adapters tell slow serving by it
             call.extra["queue_seconds"] = reply["queue_seconds"]
+        if isinstance(reply.get("usage"), dict):           # what an endpoint was paid for; a teacher's reply has no token ids to count
+            call.extra["usage"] = {k: reply["usage"].get(k) for k in ("prompt_tokens", "completion_tokens")}
         if reply.get("policy_version") not in (None, call.policy_version):                 # the in-process engine says its own
             call.policy_version_end = reply["policy_version"]
         versions = list(dict.fromkeys(str(span["version"]) for span in choice.get("weight_versions") or []))
@@ -130,14 +151,6 @@ def read_reply(call, reply):
         raise UpstreamError(502, f"malformed reply ({type(e).__name__}: {e})") from None
     if call.finish_reason in ("abort", "error"):           # vLLM: the engine was paused or broke; a fragment
         raise UpstreamError(503, f"generation ended with finish_reason {call.finish_reason}")
-
-
-def _numbers(values, *kinds):
-    """A list whose items are of `kinds` (bool is not int here). One string among them on disk would end a training run at its line."""
-    values = values or []
-    if not isinstance(values, list) or not set(map(type, values)) <= set(kinds):
-        raise TypeError(f"expected a list of {' | '.join(k.__name__ for k in kinds)}, found {json.dumps(values)[:80]}")
-    return values
 
 
 def client_reply(call, reply, body):

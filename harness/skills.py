@@ -27,6 +27,7 @@ import urllib3
 
 SYSTEM = "You move a robot hand with tools, one call at a time. Lengths are in millimetres."
 MEMORY_SECTION = "\n[memory]\nRead memory_read before you act. It holds what earlier episodes wrote down.\n[/memory]"
+WRITE_SECTION = "\n[memory]\nBefore you finish, write down with memory_write what later episodes of this task should know.\n[/memory]"
 KEEP_PICTURES, KEEP_OUTPUTS, SHORT = 2, 4, 60       # history rewriting: newest kept whole; characters kept of older output
 ECHOED = ("role", "content", "tool_calls", "reasoning", "reasoning_content")       # fields of a reply that stay in the history
 CONTEXT = re.compile(r"context|maximum model length|too long|longer than", re.I)     # of a 400: the prompt no longer fits
@@ -164,7 +165,8 @@ class Episode:
         start = world.state_hash()
         self.reminder = f"Task: {task.instruction}\n"
         frames = _Frames(world) if job.get("video") else None
-        messages = [{"role": "system", "content": SYSTEM + (MEMORY_SECTION if job["memory"] else "")},
+        memory = (MEMORY_SECTION + (WRITE_SECTION if job["memory_write"] else "")) if job["memory"] else ""
+        messages = [{"role": "system", "content": SYSTEM + memory},
                     {"role": "user", "content": self.reminder.strip()}]
         end, detail, bad, turn, success_turn = None, "", 0, 0, None
         while end is None:

@@ -1,7 +1,8 @@
 """One harness process: reads jobs (a JSON object a line) on stdin, runs them in threads, writes outcomes (a line each) on stdout.
 
 It holds worlds and nothing of training, and it speaks to the planner over HTTP alone. Worlds that cannot share a process with another
-(LIBERO) get one thread. A simulator exception becomes an outcome with `crash`; the parent decides what that means.
+(LIBERO) get one thread. A simulator exception becomes an outcome with `crash`; the parent decides what that means. When stdin closes
+in the middle of an episode (the parent was killed), it ends at once, with all its threads and children.
 
     python -m harness.worker --threads 8
 """
@@ -10,6 +11,7 @@ import argparse
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import traceback
@@ -18,6 +20,13 @@ import urllib3
 
 from harness.skills import Episode
 from harness.world import make_world, world_of
+
+
+def end_now():
+    """Nobody listens any more: no waiting for threads in the middle of a simulation or of a call."""
+    if os.getpgrp() == os.getpid():                      # the parent made us lead a group: what we started is in it
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
 def main():
@@ -43,8 +52,11 @@ def main():
                 outcome = {"crash": traceback.format_exc()}
                 worlds.clear()
             with lock:
-                told += 1
-                out.write(json.dumps({"episode_id": job["episode_id"], **outcome}) + "\n")
+                told += 1                                # first: once it is written, the parent may close stdin
+                try:
+                    out.write(json.dumps({"episode_id": job["episode_id"], **outcome}) + "\n")
+                except BrokenPipeError:
+                    end_now()
         for world in worlds.values():
             world.close()
 
@@ -55,7 +67,7 @@ def main():
         taken += 1
         jobs.put(json.loads(line))
     if told < taken:                                     # the parent closes stdin once it has every outcome: so it was killed
-        os._exit(1)
+        end_now()
     for _ in threads:
         jobs.put(None)
     for t in threads:

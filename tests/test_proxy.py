@@ -26,6 +26,9 @@ from proxy import Proxy, UpstreamError, derive_seed, make_upstream
 
 # ---------------------------------------------------------------------------------------------- what is recorded
 
+USAGE = {"prompt_tokens": 3, "completion_tokens": 3}       # what the fakes say
+
+
 def test_every_field_is_recorded_and_the_openai_client_notices_nothing(tmp_path):
     upstream, answers = Fake(), []
 
@@ -42,7 +45,7 @@ def test_every_field_is_recorded_and_the_openai_client_notices_nothing(tmp_path)
     assert (call.prompt_token_ids, call.token_ids, call.logprobs) == ([1, 2, 3], [10, 11, 12], [0, -0.5, -1.0])
     assert (call.finish_reason, call.message) == ("stop", {"role": "assistant", "content": "ok"})
     assert call.delivered and call.error is None and abs(call.started - time.time()) < 60 and 0 < call.seconds < 20
-    assert call.extra == {"request": {"tool_choice": "auto"}} and records.call_problem(call) is None
+    assert call.extra == {"request": {"tool_choice": "auto"}, "usage": USAGE} and records.call_problem(call) is None
     [answer] = answers
     assert answer.choices[0].message.content == "ok" and answer.usage.total_tokens == 6
     raw = answer.model_dump()
@@ -62,7 +65,7 @@ def test_requests_works_too_and_gets_ids_and_logprobs_if_it_asks(tmp_path):
         assert choice["logprobs"]["content"][1]["logprob"] == -0.5
 
     [call] = run(test, Fake(), tmp_path)
-    assert call.sampling["max_tokens"] == 64 and call.extra == {"asked": {"max_tokens": 20480}}
+    assert call.sampling["max_tokens"] == 64 and call.extra == {"asked": {"max_tokens": 20480}, "usage": USAGE}
 
 
 def test_the_clients_sampling_is_overridden_by_the_profile(tmp_path):
@@ -82,6 +85,19 @@ def test_the_clients_sampling_is_overridden_by_the_profile(tmp_path):
     forced = ("n", "stream", "logprobs", "return_token_ids", "return_weight_versions", "include_reasoning")
     assert [sent[k] for k in forced] == [1, False, True, True, True, True]
     assert "max_completion_tokens" not in sent
+
+
+def test_what_vllm_makes_of_reasoning_effort_and_of_no_tools_is_recorded_as_what_it_is(tmp_path):
+    upstream = Fake()
+
+    async def test(proxy, url):
+        for extra in ({"reasoning_effort": "none"}, {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False, "a": 1}}):
+            assert (await post(url, {"messages": MESSAGES, "tools": [], **extra}))[0] == 200
+
+    calls = run(test, upstream, tmp_path)
+    expected = [{"enable_thinking": False, "reasoning_effort": "none"}, {"enable_thinking": False, "reasoning_effort": "low", "a": 1}]
+    assert [c.chat_template_kwargs for c in calls] == expected == [b["chat_template_kwargs"] for b in upstream.seen]
+    assert all("tools" not in b for b in upstream.seen)
 
 
 def test_no_two_calls_of_a_group_share_a_seed(tmp_path):
@@ -169,7 +185,9 @@ def test_the_policy_version_is_taken_at_both_ends(tmp_path):
 # ---------------------------------------------------------------------------------------------- what is refused
 
 @pytest.mark.parametrize("fields", [
-    {"n": 2}, {"stream": "yes"}, {"stream_options": {"include_usage": True}}, {"logit_bias": {"5": 1}}, {"allowed_token_ids": [4]}, {"tool_choice": "required"},
+    {"n": 2}, {"add_generation_prompt": False}, {"continue_final_message": True}, {"chat_template": "x"}, {"truncate_prompt_tokens": 5},
+    {"documents": [{"text": "x"}]}, {"kv_transfer_params": {"a": 1}}, {"chat_template_kwargs": {"tools": []}},
+    {"chat_template_kwargs": {"tokenize": False}}, {"vllm_xargs": {"a": 1}}, {"stream": "yes"}, {"stream_options": {"include_usage": True}}, {"logit_bias": {"5": 1}}, {"allowed_token_ids": [4]}, {"tool_choice": "required"},
     {"max_tokens": 0}, {"max_completion_tokens": "9"}, {"messages": []}, {"messages": None}, {"tools": {}}, {"model": 3},
     {"chat_template_kwargs": []}, {"response_format": {"type": "json_object"}}])
 def test_what_cannot_be_recorded_is_refused_with_an_openai_error(tmp_path, fields):

@@ -216,7 +216,7 @@ def episode(episode_id="e0", calls=(), **kw):
 
 
 def options(**kw):
-    return types.SimpleNamespace(**{**dict(mode="rewrite", rewriter="rules", after_success="finish", max_tokens=4096,
+    return types.SimpleNamespace(**{**dict(mode="rewrite", after_success="finish", max_tokens=4096,
                                            limit_episodes=0), **kw})
 
 
@@ -225,9 +225,10 @@ def tokenizer(tiny_dir):
     return gate.load_tokenizer(tiny_dir)
 
 
-def rows_of(tokenizer, calls, report=None, ep=None, **kw):
+def rows_of(tokenizer, calls, report=None, ep=None, rewriter=rewrite.rewrite_alone, **kw):
     report = report or rewrite.Report()
-    return rewrite.episode_rows(ep or episode(calls=calls), calls, tokenizer, options(**kw), report), report
+    ep, args = ep or episode(calls=calls), options(**kw)
+    return rewrite.episode_rows(ep, rewrite.replay(ep, calls, rewriter, args), tokenizer, args, report), report
 
 
 def test_outcomes_and_rows(tokenizer):
@@ -355,14 +356,13 @@ def test_emptied_and_refused_answers_in_history(tokenizer):
     assert [m["role"] for m in rows[0]["messages"]] == ["system", "user"]    # nothing is left of it
 
 
-def test_a_rewriter_that_touches_arguments_is_refused(tokenizer, monkeypatch):
-    def meddler(message, d):
+def test_a_rewriter_that_touches_arguments_is_refused(tokenizer):
+    def meddler(message, d, context, tools):
         new = copy.deepcopy(rewrite_by_rules(message, d))
         for c in new.get("tool_calls", []):
             c["function"]["arguments"] = c["function"]["arguments"].replace("412", "413")
-        return new
-    monkeypatch.setitem(rewrite.REWRITERS, "rules", meddler)
-    rows, report = rows_of(tokenizer, play())
+        return new, [judge(message, new, d)]
+    rows, report = rows_of(tokenizer, play(), rewriter=meddler)
     assert report.outcomes["history_only: tool_calls_changed"] == 1 and [r["turn"] for r in rows] == [1, 4, 6]
     assert "413" not in json.dumps(rows)                   # nor does it reach the history
 
