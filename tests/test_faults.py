@@ -68,7 +68,7 @@ def doubled(body):
 @pytest.mark.parametrize("step, status, error", [
     ({"choices": []}, 502, "0 choices, expected 1"), (doubled, 502, "2 choices, expected 1"),
     ({"choices": [{"message": None}]}, 502, "malformed"), ([1], 502, "malformed"), (choice(logprobs={"content": [None]}), 502, "malformed"),
-    (choice(token_ids=["1", "2", "3"]), 502, "malformed reply (ValidationError: Expected"), (choice(token_ids={"a": 1}), 502, "malformed reply .ValidationError: Expected"),
+    (choice(token_ids=["1", "2", "3"]), 502, "malformed reply (ValidationError: Expected"), (choice(token_ids={"a": 1}), 502, "malformed reply (ValidationError: Expected"),
     (lambda body: reply(body, prompt_token_ids="123"), 502, "malformed reply (ValidationError: Expected"), (logprobs("x", -1, -1), 502, "malformed"),
     (choice(finish_reason="abort"), 503, "finish_reason abort"), (ValueError("a bug"), 502, "exception: ValueError: a bug"),
     (TimeoutError(), 504, "timeout")])
