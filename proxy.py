@@ -20,15 +20,15 @@ streamed from, and an upstream error keeps its HTTP status, so that client libra
 While upstream exchanges its weights (`ready()`), calls are held. A call carries the policy version at sending and at the
 reply; where the two differ, it is never trained on.
 
-Retries: client libraries re-send a same body (openai counts in x-stainless-retry-count). A request is a
-retry if its episode has seen it before and (a) that header is above 0, or (b) they were the episode's
+Retries: client libraries send the same body again (openai counts in x-stainless-retry-count). A request is a
+retry if its episode has seen that body before and (a) that header is above 0, or (b) it was the episode's
 previous call and that call failed, was not delivered, or its client has gone. A retry keeps the turn, and so the
 seed, of the call that it repeats, names it in `retry_of`, and is never a second turn:
   1. that call failed, was undelivered, or its client has gone: a fresh upstream call; its record keeps its error
   2. it is in flight, its client still connected: both wait for the one upstream request; its record becomes
      "superseded by a retry" and counts as undelivered
   3. it was delivered as far as we could see, and no new turn since: that reply is sent again; nothing is recorded
-The same body without (a) or (b), e.g. sent again after a delivered reply, are a new turn with a new seed.
+The same body without (a) or (b), e.g. sent again after a delivered reply, is a new turn with a new seed.
 
     python proxy.py --out run/calls --model run/sft --engine vllm --replicas 2                  (one process, no torchrun)
     python proxy.py --out run/calls --model run/sft --engine-url http://127.0.0.1:8000,http://127.0.0.1:8001
