@@ -164,19 +164,24 @@ def refuse_evaluation_states(inits, stage):
 
 
 def parse_shard(text):
-    if text is None:
-        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, size = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
+    if text is None and rank is None and size in (None, "1"):
+        return 0, 1
+    where = "RANK/WORLD_SIZE" if text is None else "--shard"
+    text = f"{rank}/{size}" if text is None else text
     m = re.fullmatch(r"(\d+)/(\d+)", text)
     if not m or not int(m[1]) < int(m[2]):
-        raise BadInput(f"--shard {text!r}: expected I/N with I < N, e.g. 0/8")
+        raise BadInput(f"{where} {text!r}: expected I/N with I < N, e.g. 0/8")
     return int(m[1]), int(m[2])
 
 
 # ---------------------------------------------------------------------------------------------- running attempts
 
 FREE = {  # arguments that may differ between a killed run and the one that continues it
-    "workers", "concurrency", "retries", "shard", "slots", "batch", "request_timeout", "video", "target_successes", "limit",
-    "engine", "engine_url", "replicas", "tensor_parallel", "vllm_python", "vllm_args", "gpu_memory", "probe", "startup"}
+    "workers", "concurrency", "retries", "shard", "teacher", "slots", "batch", "request_timeout", "video", "target_successes", "limit",
+    "engine", "engine_url", "replicas", "tensor_parallel", "vllm_python", "gpu_memory", "probe", "startup"}
+
+ENGINE_OPTIONS = {"max_length", "max_images", "tool_parser", "reasoning_parser"}
 
 
 def check_resume(folder, stage, args, policy_version):
@@ -185,8 +190,10 @@ def check_resume(folder, stage, args, policy_version):
     now = json.loads(json.dumps({"stage": stage, "policy_version": policy_version, **vars(args)}, default=str))
     if path.exists():
         before = records.read_json(path)
+        now |= {k: before[k] for k in ("served",) if k in before}
         for name in ("stage", *sorted(now.keys() | before.keys())):
-            if name not in FREE and name not in ("model", "output") and before.get(name) != now.get(name):
+            other_engine = name in ENGINE_OPTIONS and None in (before.get(name), now.get(name))      # it has no such option
+            if name not in FREE and name not in ("model", "output") and before.get(name) != now.get(name) and not other_engine:
                 raise BadInput(f"{folder}: holds a run with {name}={before.get(name)!r}, this command says {now.get(name)!r}; "
                                "repeat the first command, or give another --output")
     records.write_json(path, now)
@@ -268,6 +275,8 @@ class Signals:
         for number, handler in self.before.items():
             self.loop.remove_signal_handler(number)
             signal.signal(number, handler)
+        if self.name and self.task and not self.task.cancelled():        # it came when the work was done: it is for what follows
+            os.kill(os.getpid(), signal.Signals[self.name])
 
 
 def run(args, specs, stage, upstream, enough=None):
@@ -316,6 +325,9 @@ class Run:
         self.writer = JsonlWriter(folder / "episodes.jsonl")
         self.failures = collections.Counter()                # of this command: repeating it tries invalid attempts again
         done = {(e.task, e.init, e.attempt) for e in self.episodes if e.valid}
+        if strange := done - {self.key(s) for s in specs}:
+            raise BadInput(f"{folder}: holds {len(strange)} episodes that this command does not run, e.g. {min(strange)}; repeat the first "
+                           "command (with the same --pool-report, …), or give another --output")
         self.todo = collections.deque(s for s in specs if self.key(s) not in done)
         self.total, self.resumed, self.already = len(specs), len(specs) - len(self.todo), len(self.episodes)
         self.enough = lambda: enough is not None and enough(self.episodes)
@@ -333,6 +345,7 @@ class Run:
         try:
             if more:
                 await upstream.ready()                       # starts and proves servers: what is wrong there ends the run here
+                self.check_served()
         except UpstreamError as e:
             raise BadInput(f"{self.stage}: no model server at {getattr(upstream, 'url', upstream.model)} ({e})") from None
         # Episode ids recur from stage to stage and round to round; seeds of calls must not.
@@ -358,6 +371,17 @@ class Run:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
+    def check_served(self):
+        """An endpoint's policy version is only a name that the user chose: the same model must go on."""
+        if not getattr(self.upstream, "version_is_a_name", False):
+            return
+        saved = records.read_json(self.folder / "args.json")
+        if saved.get("served") not in (None, self.upstream.model):
+            raise BadInput(f"{self.folder}: holds a run by the model {saved['served']!r}, {self.upstream.url} now serves "
+                           f"{self.upstream.model!r}; serve the first again, or give another --output")
+        with writing(self.folder):
+            records.write_json(self.folder / "args.json", {**saved, "served": self.upstream.model})
+
     async def watch(self):
         while True:
             self.check_usable()
@@ -376,7 +400,8 @@ class Run:
             now = self.episodes[self.already:]
             if (len(now) >= HOPELESS and not any(e.valid for e in now)) or self.enough():      # hopeless: told in finish()
                 return
-            if (self.folder / "STOP").exists() or (Path(self.args.output) / "STOP").exists():
+            places = (self.folder, self.args.output, getattr(self.args, "stop_in", self.args.output))
+            if any((Path(place) / "STOP").exists() for place in places):
                 self.stop_file = True
                 return
             try:

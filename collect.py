@@ -14,7 +14,7 @@ Departures from the paper
 
     python collect.py --suites tabletop_base,tabletop_swap,tabletop_task --inits 100-199 --output run/teacher
     python collect.py … --teacher http://127.0.0.1:8000/v1 [--teacher-model NAME]       (key: OPENAI_API_KEY)
-    python collect.py … --teacher model --model Qwen/… --engine vllm
+    python collect.py … --teacher model --model CKPT --engine vllm
     torchrun --nproc_per_node 4 collect.py …        each rank does its shard, OUTPUT/shard-<i>-of-<n>
 """
 
@@ -94,6 +94,7 @@ async def explore(args, tasks, teacher):
         memory.mkdir(parents=True, exist_ok=True)
         (memory / "global.md").write_text(GLOBAL_MEMORY + "\n")
     first = copy.copy(args)
+    first.stop_in = args.output
     first.output, first.target_successes = str(Path(args.output) / "explore"), None
     first.grasp_skill, first.leans = 1.0, 0.0        # exploring has all the time it wants; the handicap is for the training states
     # Every shard explores all tasks for itself: its teacher may need any of them.
@@ -118,6 +119,7 @@ async def collect(args, tasks, inits):
             return upstream
         return make
     try:
+        adapters.check_split(args.output, adapters.parse_shard(args.shard)[1])       # before exploring: it costs, and writes memory
         if not args.no_memory and not await explore(args, tasks, teacher("explore")):
             return STOPPED
         memory = None if args.no_memory else str(memory_folder(args))

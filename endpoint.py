@@ -20,7 +20,7 @@ import zlib
 from concurrent.futures import Future
 from pathlib import Path
 
-from records import BadInput, JsonlWriter, PROFILES, read_jsonl, TRAIN_SAMPLING
+from records import BadInput, JsonlWriter, PROFILES, read_jsonl, TRAIN_SAMPLING, writing
 from upstream import HttpUpstream, UpstreamError
 
 TRIES = 5                   # of one call
@@ -52,8 +52,11 @@ def wait_before(retry, error):
     said = error.retry_after or ""
     if re.fullmatch(r"\d+(\.\d+)?", said):
         return float(said)
-    if date := email.utils.parsedate_tz(said):
-        return max(0.0, email.utils.mktime_tz(date) - time.time())
+    try:
+        if date := email.utils.parsedate_tz(said):
+            return max(0.0, email.utils.mktime_tz(date) - time.time())
+    except (ValueError, OverflowError):                    # a year that no calendar has
+        return float("inf")
     return BACKOFF * 2 ** retry
 
 
@@ -61,11 +64,17 @@ def nothing_paid():
     return collections.Counter(calls=0, retries=0, failed=0, prompt_tokens=0, completion_tokens=0)
 
 
+def usage_of(reply):
+    """What a reply says it has cost; 0 where it does not say."""
+    usage = reply.get("usage")
+    told = {k: usage.get(k) if isinstance(usage, dict) else None for k in ("prompt_tokens", "completion_tokens")}
+    return {k: n if isinstance(n, int) else 0 for k, n in told.items()}
+
+
 def count(counts, reply):
-    usage = reply.get("usage") or {}
     counts["calls"] += 1
-    for name in ("prompt_tokens", "completion_tokens"):
-        counts[name] += usage.get(name) or 0
+    for name, n in usage_of(reply).items():
+        counts[name] += n
 
 
 class Endpoint:
@@ -74,6 +83,7 @@ class Endpoint:
     An episode stays on its URL (its prefix is cached there); a retry goes to the next one. timeout: seconds for one try; None where the
     caller has its own (the proxy). `counts` is what was paid.
     """
+    version_is_a_name = True                               # given by the user, not derived from weights (adapters.Run.check_served)
 
     def __init__(self, urls, policy_version="", model="", api="openai", timeout=None):
         self.servers = [HttpUpstream(url.strip(), policy_version, model) for url in urls.split(",")]
@@ -97,9 +107,10 @@ class Endpoint:
     async def ready(self):
         if not self.model:
             try:
-                await self.find_model()
-            except UpstreamError as e:
-                raise BadInput(f"no model server at {self.url} ({e})") from None
+                async with asyncio.timeout(10 * len(self.servers)):      # one that listens and never answers
+                    await self.find_model()
+            except (UpstreamError, TimeoutError) as e:
+                raise BadInput(f"no model server at {self.url} ({e or 'no answer to GET /models'})") from None
 
     async def chat(self, body, episode_id=""):
         body = {**(openai_body(body) if self.api == "openai" else body), "model": self.model}
@@ -108,8 +119,8 @@ class Endpoint:
             try:
                 async with asyncio.timeout(self.timeout):
                     reply = await self.servers[(first + k) % len(self.servers)].chat(body, episode_id)
-                if not isinstance(reply, dict):
-                    raise UpstreamError(502, f"reply is {type(reply).__name__}, expected an object")
+                if not isinstance(reply, dict) or not reply.get("choices"):
+                    raise UpstreamError(502, f"reply is no chat completion: {str(reply)[:100]}")
                 break
             except TimeoutError:
                 error = UpstreamError(504, f"no reply within {self.timeout:g} s", "timeout")
@@ -176,9 +187,10 @@ class Answers:
         """urls: {role: (URL, model name or "")}; max_tokens of an answer; timeout of one try (s)."""
         self.endpoints = {role: Endpoint(url, model=model, timeout=timeout) for role, (url, model) in urls.items()}
         self.path, self.max_tokens = Path(path), max_tokens
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.lock, self.futures, self.used, self.broken = threading.Lock(), {}, {}, None      # futures: key -> row, paid or on its way
-        self.held = open(self.path, "ab")
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.held = open(self.path, "ab")
         try:
             fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -238,7 +250,7 @@ class Answers:
         except (LookupError, TypeError, AttributeError) as e:
             raise UpstreamError(502, f"malformed reply ({type(e).__name__}: {e})") from None
         content = content if isinstance(content, str) else ""      # reasoning alone, or parts: read as no answer
-        row = {"key": key, "role": role, "model": body["model"], "content": content, "usage": reply.get("usage") or {}}
+        row = {"key": key, "role": role, "model": body["model"], "content": content, "usage": usage_of(reply)}
         self.writer.append(row)
         return row
 

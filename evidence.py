@@ -313,7 +313,9 @@ def read_rewrite(answer, message):
     tool_calls = value.pop("tool_calls", None)             # not asked for; if a model repeats them, the judge compares them
     if value.keys() != wanted.keys() or not all(isinstance(v, str) for v in value.values()):
         raise ValueError(f"expected text under the keys {sorted(wanted)}, found {sorted(value)}")
-    for text in value.values():
+    for key, text in value.items():
+        if len(text) > 3 * len(wanted[key]) + 300:
+            raise ValueError(f"{key} has {len(text)} characters, the teacher's {len(wanted[key])}: keep about its length")
         text.encode()                                      # half of a surrogate pair: UnicodeEncodeError is a ValueError
     if mark := next((m for v in value.values() for m in _MARKUP.findall(v)), None):
         raise ValueError(f"{mark} belongs to the chat template, not into a text")

@@ -344,17 +344,22 @@ class Proxy:
 
     async def _health(self, request):
         flying = sum(len(log.flying) for log in self.episodes.values())
-        return json_response({"status": "ok", "policy_version": self.upstream.policy_version, "in_flight": flying,
-                              "counts": self.counts})
+        dead = getattr(self.upstream, "dead", lambda: None)()
+        return json_response({"status": dead or "ok", "policy_version": self.upstream.policy_version, "in_flight": flying,
+                              "counts": self.counts}, 503 if dead else 200)
 
     async def _policy(self, request):
         """POST {"model": CKPT}: the servers exchange their weights for the checkpoint's; calls wait meanwhile. -> {"policy_version": …}"""
-        body = records.from_json(await request.read() or b"null")
+        try:
+            body = records.from_json(await request.read() or b"null")
+        except (ValueError, RecursionError):
+            body = None
         folder = body.get("model") if isinstance(body, dict) else None
         if not isinstance(folder, str) or not hasattr(self.upstream, "roll"):
             raise Refused(400, 'POST /policy wants {"model": CKPT}, and a proxy started with --engine vllm or --engine-url')
         try:
-            return json_response({"policy_version": await self.upstream.roll(folder)})
+            self.rolling = asyncio.create_task(self.upstream.roll(folder))       # goes on when its client leaves
+            return json_response({"policy_version": await asyncio.shield(self.rolling)})
         except records.BadInput as e:
             raise Refused(409, str(e)) from None
 
@@ -368,8 +373,10 @@ class Proxy:
 
 def make_upstream(args):
     if args.upstream:
-        if args.engine or args.engine_url:
-            raise records.BadInput("--upstream names any server, unproved; --engine and --engine-url prove theirs: give one of them")
+        given = [n for n in ("engine", "engine_url", *serving.DEFAULTS) if getattr(args, n, None) is not None]
+        if given:
+            raise records.BadInput(f"--{given[0].replace('_', '-')}: --upstream names any server, unproved, and does not honour it: give "
+                                   "one of them (--engine and --engine-url prove their servers)")
         if not args.model:
             print("proxy: no --model: calls carry no policy version, so rl.py will not train on them", file=sys.stderr)
         return HttpUpstream(args.upstream, records.policy_version(args.model) if args.model else "")
@@ -414,9 +421,9 @@ def main():
     group.add_argument("--port", type=int, default=8001, help="on 127.0.0.1; 0: any free one (printed)")
     group = parser.add_argument_group("sampling")
     group.add_argument("--sampling", choices=sorted(records.PROFILES), default="train", help="profile of every call")
-    group.add_argument("--max-tokens", type=int, default=8192, help="tokens per response at most")
+    group.add_argument("--max-tokens", type=records.at_least(1), default=8192, help="tokens per response at most")
     group.add_argument("--seed", type=int, default=0, help="of the run; each call derives its own")
-    group.add_argument("--timeout", type=float, default=1800.0, help="seconds to wait for one reply")
+    group.add_argument("--timeout", type=records.at_least(1.0, float), default=1800.0, help="seconds to wait for one reply")
     serving.add_engine_arguments(parser, required=False)
     args = parser.parse_args()
     with contextlib.ExitStack() as held:

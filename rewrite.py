@@ -54,8 +54,8 @@ import endpoint
 import gate
 from evidence import (Dependence, arguments_survive, arguments_text, numbers_in, reasoning_keys, rewrite_by_models,
                       rewrite_by_rules, text_of, texts_of)
-from records import (BadInput, Formatter, JsonlWriter, at_least, folders, read_calls, read_episodes, run_main, save_args,
-                     write_json, write_manifest)
+from records import (BadInput, Formatter, JsonlWriter, at_least, folders, lock_folder, read_calls, read_episodes, run_main, save_args,
+                     write_json, write_manifest, writing)
 
 MEMORY_PREFIX = "memory_"                                  # tools whose name starts so are the teacher's alone
 NORMAL_ENDS = ("finish", "text")
@@ -451,8 +451,11 @@ def main():
     args = parse_args()
     urls = {name: (getattr(args, name), getattr(args, f"{name}_model")) for name in ("rewriter", "judge") if getattr(args, name) != "rules"}
     path = args.answers or Path(args.output) / "answers.jsonl"
-    with endpoint.Answers(path, urls, args.answer_tokens, args.request_timeout) if urls else contextlib.nullcontext() as answers:
-        make_rows(args, answers)
+    with contextlib.ExitStack() as held:
+        lock_folder(args.output, held)
+        answers = held.enter_context(endpoint.Answers(path, urls, args.answer_tokens, args.request_timeout)) if urls else None
+        with writing(args.output):
+            make_rows(args, answers)
 
 
 def make_rows(args, answers):

@@ -20,6 +20,8 @@ import argparse
 import asyncio
 import contextlib
 import os
+import re
+import shlex
 import sys
 import time
 from collections import Counter
@@ -66,8 +68,18 @@ def add_engine_arguments(p, required=True):
                         "light does not; default full")
 
 
+def urls(text):
+    """--engine-url as a list of base URLs; BadInput for an empty one, one without a scheme, or one that stands twice."""
+    found = [url.strip().rstrip("/").removesuffix("/v1") for url in text.split(",")]
+    if wrong := [url for url in found if not re.fullmatch(r"https?://[^/\s]+.*", url) or found.count(url) > 1]:
+        raise BadInput(f"--engine-url {text!r}: expected different URLs (http://HOST:PORT), found {wrong[0]!r}")
+    return found
+
+
 def resolve(args):
     """Fills the engine's options in place; BadInput for one that the chosen engine does not honour. -> transformers | vllm | url"""
+    if args.engine_url is not None:
+        args.engine_url = ",".join(urls(args.engine_url))
     if args.engine_url and args.engine:
         raise BadInput(f"--engine {args.engine} starts a server, --engine-url {args.engine_url} names a running one: give one of them")
     kind = "url" if args.engine_url else args.engine or "transformers"
@@ -85,6 +97,10 @@ def resolve(args):
         args.vllm_python = args.vllm_python or (str(own) if own.exists() else sys.executable)
         if not 0 < args.gpu_memory <= 1:
             raise BadInput(f"--gpu-memory {args.gpu_memory:g}: expected a share above 0, at most 1")
+        try:
+            shlex.split(args.vllm_args or "")
+        except ValueError as e:
+            raise BadInput(f"--vllm-args {args.vllm_args!r}: {e}") from None
     return kind
 
 
@@ -98,6 +114,18 @@ def make_upstream(args):
     return Fleet(args, version)
 
 
+async def together(*coroutines):
+    """gather() that ends the others when one fails."""
+    tasks = [asyncio.ensure_future(c) for c in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
 # ---------------------------------------------------------------------------------------------- the fleet
 
 class Fleet:
@@ -107,6 +135,7 @@ class Fleet:
         self.args, self.policy_version, self.folder, self.model = args, policy_version, args.model, ""
         self.log_dir = Path(vars(args).get("output") or vars(args).get("out") or ".")
         self.servers, self.home, self.counts = [], {}, Counter()
+        self.patience = min(PATIENCE, 0.9 * (vars(args).get("request_timeout") or vars(args).get("timeout") or PATIENCE))
         self.started, self.open, self.lock = False, asyncio.Event(), asyncio.Lock()
 
     # ------------------------------------------------------------ starting and proving
@@ -122,20 +151,21 @@ class Fleet:
     async def _start(self):
         args, began = self.args, time.monotonic()
         if args.engine_url:
-            self.servers = [Server(url, self.policy_version) for url in args.engine_url.split(",") if url]
+            self.servers = [Server(url, self.policy_version) for url in args.engine_url.split(",")]
         else:
+            self.servers = []                              # of a start that failed
             shard = f"-{os.environ['RANK']}" if "RANK" in os.environ else ""
             for k, gpus in enumerate(replica_gpus(args.replicas, args.tensor_parallel)):
                 port = free_port()
                 server = Server(f"http://127.0.0.1:{port}", self.policy_version, self.log_dir / f"vllm{shard}-{k}.log")
-                server.command = vllm_command(args, port, gpus)
+                server.place, server.command = (port, gpus), vllm_command(args, port, gpus)
                 self.servers.append(server)
         logp = asyncio.create_task(self._reference(self.folder))       # loads while they start
         try:
-            await asyncio.gather(*(s.launch(*s.command) for s in self.servers if s.log))
-            await asyncio.gather(*(s.wait_ready(args.startup) for s in self.servers if s.log))
+            await together(*(s.launch(*s.command) for s in self.servers if s.log))
+            await together(logp, *(s.wait_ready(args.startup) for s in self.servers if s.log))
             for server in self.servers:
-                await self._admit(server, self.folder, await logp)
+                await self._admit(server, self.folder, self.policy_version, logp.result())
         except BaseException as e:
             logp.cancel()
             await self.close()                             # or a second try would start more of them
@@ -150,17 +180,22 @@ class Fleet:
     async def _reference(self, folder):
         return await asyncio.to_thread(reference, folder) if self.args.probe == "full" else None
 
-    async def _admit(self, server, folder, logp, before=None):
+    async def _admit(self, server, folder, version, logp, before=None):
         """Proves that `server` serves `folder` and labels it; a server of ours is labelled first, by what it was started with."""
-        version = records.policy_version(folder)
         await server.http.find_model()
         server.http.policy_version = version
         if self.args.probe == "off":
             print(f"serving: {server.url}: not proved (--probe off)", flush=True)
             return
         if server.process is not None:
+            argv = server.command[1]
+            if (root := await server.root()) != argv[argv.index("--model") + 1]:
+                raise BadInput(f"{server.url}: a server of {root} answers there, not ours: its port was taken; repeat the command")
             await server.label(version)
         print(f"serving: {await prove(server, folder, version, logp, before)}", flush=True)
+        with contextlib.suppress(UpstreamError):           # no dev mode: nothing tells of a restart behind the URL
+            await server.label(version)
+        server.proved = await server.current_label()
 
     # ------------------------------------------------------------ calls
 
@@ -182,30 +217,41 @@ class Fleet:
         return server
 
     async def chat(self, body, episode_id=""):
-        server = self._server_of(episode_id)
+        before, server = self.home.get(episode_id), self._server_of(episode_id)
         server.in_flight += 1
         server.calls += 1
         began = time.monotonic()
         try:
+            if server is not before:
+                await self._still(server)
             reply = await server.http.chat(body)
             server.failures = 0
             return reply
         except UpstreamError as e:
             if e.status >= 500:
-                server.failures += e.kind == "connection"
+                if e.kind == "connection" and began >= server.lost:        # what one event cuts off at once counts once
+                    server.failures, server.lost = server.failures + 1, time.monotonic()
                 await self._examine(server, str(e))
             raise
         except asyncio.CancelledError:                     # its client gave up
-            server.failures += time.monotonic() - began > PATIENCE
-            if server.failures >= STUCK:
-                self._drain(server, f"{STUCK} calls in a row without an answer in {PATIENCE:g} s")
+            server.failures += time.monotonic() - began > self.patience
+            if server.failures >= STUCK and self.open.is_set():
+                self._drain(server, f"{STUCK} calls in a row without an answer in {self.patience:g} s")
             raise
         finally:
             server.in_flight -= 1
 
+    async def _still(self, server):
+        """Once an episode: somebody may have restarted the server, or rolled it, behind its URL. Calls until then carry our version."""
+        if server.proved and (label := await server.current_label()) not in (None, server.proved) and self.open.is_set():
+            self._drain(server, f"it says {label or 'default'} now, {server.proved} was proved: restarted, or rolled by another command")
+            raise UpstreamError(503, server.dead)          # its client's retry goes to another
+
     async def _examine(self, server, what):
         """After a failed call: a server that has ended, is not healthy, or keeps losing connections gets no more."""
-        if server.dead is None and (server.failures >= STUCK or not await server.healthy()):
+        if server.failures < STUCK and await server.healthy():
+            return
+        if self.open.is_set():                             # else roll() is at it: it restarts the server, or drains it itself
             ended = server.process is not None and server.process.returncode is not None
             self._drain(server, f"vLLM ended (exit {server.process.returncode}): {server.last_error()}" if ended else what)
 
@@ -222,32 +268,42 @@ class Fleet:
         """All servers exchange their weights for those of `folder`; new calls wait meanwhile, those in flight get `patience` s to end.
 
         What is still in flight then ends as aborted (an error that its client may retry). A server that fails is restarted if it is
-        ours, else drained. BadInput if none is left, with the calls still waiting: nobody may answer them.
+        ours, else drained. BadInput if none is left.
         """
-        version = records.policy_version(folder)
+        version = await asyncio.to_thread(records.policy_version, folder)       # 18 GB take a minute
         await self.ready()
         async with self.lock:
-            self.open.clear()
-            began = time.monotonic()
+            from gate import load_tokenizer                # late: transformers takes seconds to import
+            await asyncio.to_thread(load_tokenizer, folder)                     # what is wrong there is told before anything is touched
             logp = await self._reference(folder)
-            while any(s.in_flight for s in self.servers if s.dead is None) and time.monotonic() - began < patience:
-                await asyncio.sleep(0.02)
-            await asyncio.gather(*(self._roll_one(s, folder, version, logp) for s in self.servers if s.dead is None))
+            began = time.monotonic()
+            self.open.clear()
+            try:
+                while any(s.in_flight for s in self.servers if s.dead is None) and time.monotonic() - began < patience:
+                    await asyncio.sleep(0.02)
+                self.policy_version = version              # now: what is in flight still gets two versions
+                await together(*(self._roll_one(s, folder, version, logp) for s in self.servers if s.dead is None))
+            except BaseException as e:                     # cancelled, or a bug: nobody knows what they serve
+                for s in self.servers:
+                    self._drain(s, f"its exchange of weights was cut short ({type(e).__name__})")
+                raise
+            finally:
+                self.open.set()                            # where none is left, calls get that sentence
             if sentence := self.dead():
-                self.open.set()                            # they get the sentence
                 raise BadInput(sentence)
-            self.folder, self.args.model, self.policy_version = folder, folder, version
+            self.folder, self.args.model = folder, folder
             self.counts["rolls"] += 1
-            self.open.set()
             print(f"serving: policy {version} ({folder}) after {time.monotonic() - began:.1f} s", flush=True)
         return version
 
     async def _roll_one(self, server, folder, version, logp):
         try:
-            await server.reset_prefixes()
+            if await server.current_label() == version:    # the command was repeated
+                return await self._admit(server, folder, version, logp)
+            await server.abort()
             before = await fingerprint(server) if self.args.probe != "off" else None
             await server.exchange(folder, version)
-            return await self._admit(server, folder, logp, before)
+            return await self._admit(server, folder, version, logp, before)
         except (UpstreamError, BadInput) as e:
             why = str(e)
         if server.process is None:
@@ -257,12 +313,12 @@ class Fleet:
         print(f"serving: {server.url}: restarting, could not exchange its weights ({why})", file=sys.stderr)
         self.counts["restarts"] += 1
         await server.stop()
-        env, argv = server.command
-        argv[argv.index("--model") + 1] = str(Path(folder).resolve())
         try:
-            await server.launch(env, argv)
+            server.command = vllm_command(argparse.Namespace(**{**vars(self.args), "model": folder}), *server.place)
+            await server.launch(*server.command)
             await server.wait_ready(self.args.startup)
-            await self._admit(server, folder, logp)
+            await self._admit(server, folder, version, logp)
+            server.failures = 0
         except (UpstreamError, BadInput) as e:
             self._drain(server, f"could not be restarted ({e})")
 
@@ -284,6 +340,8 @@ def parse_args():
     if args.command == "command":
         if args.engine_url:
             parser.error("command: --engine-url names servers that already run; this prints how to start them")
+        if args.engine == "transformers":
+            parser.error("command: prints vLLM's command line; the in-process engine has none")
         args.engine = "vllm"
     elif not args.engine_url:
         parser.error(f"{args.command}: --engine-url is needed: the servers to {args.command}")
@@ -295,12 +353,14 @@ async def work(args):
     try:
         if args.command == "probe":
             return await fleet.ready()
-        fleet.servers = [Server(url, "") for url in args.engine_url.split(",") if url]
+        fleet.servers = [Server(url, "") for url in args.engine_url.split(",")]
         fleet.started = True
         fleet.open.set()
         for server in fleet.servers:
             await server.http.find_model()
         await fleet.roll(args.model)
+        if lost := [f"{s.url}: {s.dead}" for s in fleet.servers if s.dead]:
+            raise BadInput(f"roll: {len(lost)} of {len(fleet.servers)} servers do not serve {args.model}: " + "; ".join(lost))
     except UpstreamError as e:
         raise BadInput(f"{args.command}: {e}") from None
     finally:

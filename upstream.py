@@ -59,7 +59,8 @@ class HttpUpstream:
             reply = raw[:500].decode(errors="replace")
         if status != 200:
             error = reply.get("error", reply) if isinstance(reply, dict) else reply
-            raise UpstreamError(status, str(error.get("message", error) if isinstance(error, dict) else error), retry_after=retry_after)
+            message = str(error.get("message", error) if isinstance(error, dict) else error)
+            raise UpstreamError(status, message[:2000], retry_after=retry_after)       # vLLM's may repeat the request
         return reply
 
     async def find_model(self):

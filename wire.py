@@ -84,7 +84,7 @@ def parse_body(raw):
         del body["tools"]
     for name in ("max_tokens", "max_completion_tokens"):
         if body.get(name) is not None and (type(body[name]) is not int or body[name] < 1):
-            raise Refused(400, f"{name} must be a positive integer, found {body[name]!r}")
+            raise Refused(400, f"{name} must be a positive integer, found {repr(body[name])[:80]}")
     return body
 
 
@@ -145,8 +145,8 @@ def read_reply(call, reply):
         if reply.get("policy_version") not in (None, call.policy_version):                 # the in-process engine says its own
             call.policy_version_end = reply["policy_version"]
         versions = list(dict.fromkeys(str(span["version"]) for span in choice.get("weight_versions") or []))
-        if len(versions) > 1:                              # vLLM >= 0.33 saw its weights change between two tokens
-            call.policy_version_end = "+".join(versions)   # never equal to one version
+        if versions not in ([], ["default"], [call.policy_version]):       # vLLM >= 0.33: weights changed between two tokens, or behind us
+            call.policy_version_end = "+".join(versions)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
         raise UpstreamError(502, f"malformed reply ({type(e).__name__}: {e})") from None
     if call.finish_reason in ("abort", "error"):           # vLLM: the engine was paused or broke; a fragment

@@ -113,4 +113,5 @@ class WorkerPool:
                     await asyncio.wait_for(worker["process"].wait(), 10)
                 except TimeoutError:
                     self._kill(worker)
-                await worker["reader"]
+                await asyncio.wait([worker["reader"]], timeout=10)       # a child in a session of its own may hold the output open
+                worker["reader"].cancel()

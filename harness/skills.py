@@ -30,7 +30,7 @@ MEMORY_SECTION = "\n[memory]\nRead memory_read before you act. It holds what ear
 WRITE_SECTION = "\n[memory]\nBefore you finish, write down with memory_write what later episodes of this task should know.\n[/memory]"
 KEEP_PICTURES, KEEP_OUTPUTS, SHORT = 2, 4, 60       # history rewriting: newest kept whole; characters kept of older output
 ECHOED = ("role", "content", "tool_calls", "reasoning", "reasoning_content")       # fields of a reply that stay in the history
-CONTEXT = re.compile(r"context|maximum model length|too long|longer than", re.I)     # of a 400: the prompt no longer fits
+CONTEXT = re.compile(r"context[ _](?:length|size|window)|maximum model length|too long|longer than", re.I)   # of a 400: prompt too long
 CALL_UNREAD = "That tool call could not be read. Answer with one tool call in JSON."
 ONE_AT_A_TIME = "Not run: another tool operation is still active."
 
@@ -185,7 +185,7 @@ class Episode:
                 end, detail = "infrastructure", str(e)
                 break
             except ContextTooLong as e:
-                end, detail = "turns", str(e)
+                end, detail = "turns" if turn else "infrastructure", str(e)     # the first prompt is none of the planner's doing
                 break
             turn += 1
             messages = messages + [{k: v for k, v in message.items() if k in ECHOED and v is not None}]
@@ -235,7 +235,8 @@ class Episode:
             return f"There is no tool {name}.", True, []
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+            json.dumps(arguments, ensure_ascii=False).encode()           # half a surrogate pair: no server takes the receipt that says it
+        except (ValueError, RecursionError):
             return f"The arguments of {name} are no JSON.", True, []
         error = next(_validator(self.schemas[name]).iter_errors(arguments), None)
         if error:

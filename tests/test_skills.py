@@ -92,7 +92,7 @@ def run(planner, script, **job):
     ([call("push", n=9)], "unrecoverable", False, None),
     ([call("push", n="three"), call("pull", n=1)], "malformed", False, None),
     ([{"role": "assistant", "content": "<tool_call>{oops"}] * 2, "malformed", False, None),
-    ([(400, "maximum context length is 100 tokens")], "turns", False, None),
+    ([(400, "maximum context length is 100 tokens")], "infrastructure", False, None),
 ])
 def test_ends(planner, script, end, success, turn):
     out = run(planner, script)

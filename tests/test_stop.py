@@ -368,12 +368,14 @@ def test_a_second_process_is_refused_and_the_first_goes_on(tmp_path, here):
     argv = [*command("collect.py", tmp_path / "out", None), "--inits", "100"]
     first = start(argv)
     wait_for(lambda: lines(tmp_path / "out/episodes.jsonl") >= 2)
-    first.send_signal(signal.SIGSTOP)
-    before = content(tmp_path / "out")
-    with pytest.raises(BadInput, match="out: another process is running there; wait for it, or give another folder"):
-        here(argv)
-    assert content(tmp_path / "out") == before
-    first.send_signal(signal.SIGCONT)
+    try:
+        first.send_signal(signal.SIGSTOP)
+        before = content(tmp_path / "out")
+        with pytest.raises(BadInput, match="out: another process is running there; wait for it, or give another folder"):
+            here(argv)
+        assert content(tmp_path / "out") == before
+    finally:
+        first.send_signal(signal.SIGCONT)                  # a test that fails must not leave a stopped process for ever
     first.communicate(timeout=120)
     assert first.returncode == 0 and len(check_record(tmp_path / "out")) == 20
 
