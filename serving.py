@@ -252,6 +252,9 @@ class Fleet:
         if server.failures < STUCK and await server.healthy():
             return
         if self.open.is_set():                             # else roll() is at it: it restarts the server, or drains it itself
+            if server.process is not None:
+                with contextlib.suppress(TimeoutError):    # its connections break a moment before the system tells that it ended
+                    await asyncio.wait_for(server.process.wait(), 1)
             ended = server.process is not None and server.process.returncode is not None
             self._drain(server, f"vLLM ended (exit {server.process.returncode}): {server.last_error()}" if ended else what)
 

@@ -82,7 +82,7 @@ def lines(path):
 
 def test_a_rollout_on_two_replicas_survives_the_death_of_one_and_its_record_is_exact(checkpoints, tmp_path):
     folder = checkpoints["a"]
-    stage = start(folder, tmp_path, "--replicas", "2", "--groups", "8", "--attempts", "3")
+    stage = start(folder, tmp_path, "--replicas", "2", "--groups", "60", "--attempts", "4")
     until(lambda: lines(tmp_path / "calls.jsonl") >= 10)
     ids = sessions(folder)
     assert len(ids) == 2
@@ -93,19 +93,19 @@ def test_a_rollout_on_two_replicas_survives_the_death_of_one_and_its_record_is_e
     assert said.count("token ids, processed log-probs, policy") == 2, said
     until(lambda: not any(members(s) for s in ids), 20)    # the stage took its other server along
     episodes, calls = list(records.read_episodes(tmp_path / "episodes.jsonl")), list(records.read_calls(tmp_path / "calls.jsonl"))
-    assert len({(e.task, e.init, e.attempt) for e in episodes if e.valid}) == 24
+    assert len({(e.task, e.init, e.attempt) for e in episodes if e.valid}) == 240
     lost = [c for c in calls if c.error]
     assert all(not c.delivered for c in lost)
     trained = [c for c in calls if not records.call_problem(c)]
     tokenizer, logp = gate.load_tokenizer(folder), vllm_server.reference(folder)
-    assert len(trained) >= 24 and not [m for c in trained if (m := gate.check(tokenizer, c))]
+    assert len(trained) >= 240 and not [m for c in trained if (m := gate.check(tokenizer, c))]
     gaps = [abs(a - b) for c in trained for a, b in zip(c.logprobs, logp(c.prompt_token_ids, c.token_ids), strict=True)]
     assert max(gaps) < 1e-4, max(gaps)
     print(f"\n{len(calls)} calls, {len(lost)} lost with the server, {len(trained)} complete; largest |log q - log b| {max(gaps):.1e}")
 
 
 def test_a_killed_stage_leaves_no_server_behind_and_its_command_goes_on(checkpoints, tmp_path):
-    folder, options = checkpoints["b"], ("--groups", "4", "--attempts", "2")
+    folder, options = checkpoints["b"], ("--groups", "60", "--attempts", "2")
     stage = start(folder, tmp_path, *options)
     until(lambda: lines(tmp_path / "calls.jsonl") >= 4)
     ids = sessions(folder)
@@ -117,7 +117,7 @@ def test_a_killed_stage_leaves_no_server_behind_and_its_command_goes_on(checkpoi
     said = again.communicate(timeout=300)[0]
     assert again.returncode == 0, said
     keys = [(e.task, e.init, e.attempt) for e in records.read_episodes(tmp_path / "episodes.jsonl") if e.valid]
-    assert len(keys) == len(set(keys)) == 8
+    assert len(keys) == len(set(keys)) == 120
     done = start(folder, tmp_path, *options)               # whole: nothing is started to find that out
     said = done.communicate(timeout=60)[0]
     assert done.returncode == 0 and "api_server" not in said, said
