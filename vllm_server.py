@@ -48,6 +48,7 @@ REASONING_PARSERS = {  # … -> --reasoning-parser, used where the chat template
 TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}      # not for vLLM
 TOLERANCE = {"float32": (1e-3, 1e-4)}       # largest and mean |log q - log π| of a proof; other dtypes:
 HALF = (1.0, 0.1)                           # bfloat16 engines differ by hundredths per token, now and then by tenths
+UNPROVED = "-unproved"                      # of a label: an exchange whose proof is still to come, or never came
 PROBES = ("Say hello.", "Which object is left of the red mug?", "List three colours, then stop.")
 PROBE_TOKENS = 8
 
@@ -248,7 +249,7 @@ class Server:
         await self.reset_prefixes()
         await self.request("POST", "/reset_mm_cache")
         await self.request("POST", "/reset_encoder_cache")
-        await self.label(version)
+        await self.label(version + UNPROVED)               # _admit labels it whole after the proof
         await self.request("POST", "/resume")
 
     async def reset_prefixes(self):
@@ -331,6 +332,8 @@ async def prove(server, folder, version, logp=None, before=None):
     from gate import load_tokenizer, render_prompt
     where, tokenizer = server.url, load_tokenizer(folder)
     label = await server.served_label(folder)
+    if before is not None and label == version + UNPROVED:             # our own exchange, just now
+        label = version
     if label is not None and label != version:
         raise BadInput(f"{where}: serves policy {label}, --model {folder} is {version}; load it there with 'python serving.py roll --model "
                        f"{folder} --engine-url {where}', or restart the server")

@@ -159,6 +159,12 @@ def test_the_roll_command_fails_if_one_server_did_not_follow(tiny_dir, other_dir
     asyncio.run(main())
 
 
+def test_an_exchange_whose_proof_never_came_is_not_believed(tiny_dir):
+    server = Dressed(tiny_dir, label=records.policy_version(tiny_dir) + vllm_server.UNPROVED)
+    with pytest.raises(BadInput, match="serves policy .*-unproved"):
+        with_fleet(ready, tiny_dir, server, options=LIGHT)
+
+
 # ---------------------------------------------------------------------------------------------- draining
 
 def test_one_cut_of_several_connections_counts_once(tiny_dir):
