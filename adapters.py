@@ -164,7 +164,10 @@ def refuse_evaluation_states(inits, stage):
 
 
 def parse_shard(text):
+    """--shard, or torchrun's RANK and WORLD_SIZE where it is not given -> (shard, shards)."""
     rank, size = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
+    if text is not None and size not in (None, "1"):
+        raise BadInput(f"--shard {text}: WORLD_SIZE is {size}, so each rank does the part RANK/WORLD_SIZE; leave --shard out")
     if text is None and rank is None and size in (None, "1"):
         return 0, 1
     where = "RANK/WORLD_SIZE" if text is None else "--shard"
@@ -180,12 +183,11 @@ def parse_shard(text):
 FREE = {  # arguments that may differ between a killed run and the one that continues it
     "workers", "concurrency", "retries", "shard", "teacher", "slots", "batch", "request_timeout", "video", "target_successes", "limit",
     "engine", "engine_url", "replicas", "tensor_parallel", "vllm_python", "gpu_memory", "probe", "startup"}
-
 ENGINE_OPTIONS = {"max_length", "max_images", "tool_parser", "reasoning_parser"}
 
 
 def check_resume(folder, stage, args, policy_version):
-    """The same command continues a run; another checkpoint or other arguments are refused with the difference named."""
+    """The same command continues a run; another checkpoint or other arguments are refused by name. -> what args.json shall say"""
     path = folder / "args.json"
     now = json.loads(json.dumps({"stage": stage, "policy_version": policy_version, **vars(args)}, default=str))
     if path.exists():
@@ -196,8 +198,12 @@ def check_resume(folder, stage, args, policy_version):
             if name not in FREE and name not in ("model", "output") and before.get(name) != now.get(name) and not other_engine:
                 raise BadInput(f"{folder}: holds a run with {name}={before.get(name)!r}, this command says {now.get(name)!r}; "
                                "repeat the first command, or give another --output")
-    records.write_json(path, now)
-    print(f"{stage}: " + " ".join(f"{k}={v}" for k, v in now.items() if k != "stage"), flush=True)
+    elif (folder / "episodes.jsonl").exists():
+        for e in records.read_episodes(folder / "episodes.jsonl"):
+            if e.policy_version != policy_version:
+                raise BadInput(f"{folder}: args.json is lost, and episode {e.episode_id} is by policy_version={e.policy_version!r}, this "
+                               f"command's is {policy_version!r}; repeat the first command, or give another --output")
+    return now
 
 
 def shard_of(specs, shard, shards):
@@ -260,20 +266,20 @@ class Signals:
         if threading.current_thread() is threading.main_thread():            # others cannot have handlers
             for number in (signal.SIGINT, signal.SIGTERM):
                 self.before[number] = signal.getsignal(number)
-                self.loop.add_signal_handler(number, self.arrived, number)
+                signal.signal(number, self.arrived)          # at once: the loop's own handlers forget one that comes at its end
         return self
 
-    def arrived(self, number):
+    def arrived(self, number, frame=None):
         if self.name is None:
-            self.name, self.first = signal.Signals(number).name, self.loop.time()
+            self.first, self.name = self.loop.time(), signal.Signals(number).name
             if self.task:
                 self.task.cancel()
+                self.loop.call_soon_threadsafe(lambda: None)               # wakes it up
         elif self.loop.time() - self.first > 2:
             os._exit(128 + number)
 
     def __exit__(self, *_):
         for number, handler in self.before.items():
-            self.loop.remove_signal_handler(number)
             signal.signal(number, handler)
         if self.name and self.task and not self.task.cancelled():        # it came when the work was done: it is for what follows
             os.kill(os.getpid(), signal.Signals[self.name])
@@ -289,21 +295,26 @@ def run(args, specs, stage, upstream, enough=None):
     return asyncio.run(run_in_loop(args, specs, stage, upstream, enough))
 
 
-async def run_in_loop(args, specs, stage, upstream, enough):
+async def run_in_loop(args, specs, stage, upstream, enough, shard=None, stop_in=None):
+    """`run`, in the caller's event loop. shard: (shard, shards) in place of the arguments'. stop_in: a STOP file there counts, too."""
     with contextlib.ExitStack() as held:
         signals = held.enter_context(Signals())
         try:
             if not specs:
                 raise BadInput(f"{stage}: no episode to run; check --suites, --tasks, --inits, --attempts")
             check_states(specs)
-            shard, shards = parse_shard(args.shard)
+            shard, shards = shard or parse_shard(args.shard)
             check_split(args.output, shards)
             folder = Path(args.output) / (f"shard-{shard}-of-{shards}" if shards > 1 else "")
             lock_folder(folder, held)
             with writing(folder):
-                check_resume(folder, stage, args, upstream.policy_version)
-                run = Run(args, shard_of(specs, shard, shards), stage, upstream, enough, folder)
+                resolved = check_resume(folder, stage, args, upstream.policy_version)
+                run = Run(args, shard_of(specs, shard, shards), stage, upstream, enough, folder, stop_in)
+                records.write_json(folder / "args.json", resolved)
+            print(f"{stage}: " + " ".join(f"{k}={v}" for k, v in resolved.items() if k != "stage"), flush=True)
             signals.task = asyncio.create_task(run.work())
+            if signals.name:
+                signals.task.cancel()
             try:
                 await asyncio.wait([signals.task])
             finally:
@@ -317,22 +328,22 @@ async def run_in_loop(args, specs, stage, upstream, enough):
 class Run:
     """The episodes of one command in one run folder: those of earlier commands are read, the others are run."""
 
-    def __init__(self, args, specs, stage, upstream, enough, folder):
+    def __init__(self, args, specs, stage, upstream, enough, folder, stop_in=None):
         self.args, self.stage, self.upstream, self.folder = args, stage, upstream, folder
         self.adapter, self.began = ADAPTERS[args.harness](), time.monotonic()
         self.tries = used_ids(folder)                        # how many episode ids each attempt has used up, killed ones included
         self.episodes = whole_episodes(folder)
-        self.writer = JsonlWriter(folder / "episodes.jsonl")
         self.failures = collections.Counter()                # of this command: repeating it tries invalid attempts again
         done = {(e.task, e.init, e.attempt) for e in self.episodes if e.valid}
         if strange := done - {self.key(s) for s in specs}:
             raise BadInput(f"{folder}: holds {len(strange)} episodes that this command does not run, e.g. {min(strange)}; repeat the first "
                            "command (with the same --pool-report, …), or give another --output")
+        self.writer = JsonlWriter(folder / "episodes.jsonl")
         self.todo = collections.deque(s for s in specs if self.key(s) not in done)
         self.total, self.resumed, self.already = len(specs), len(specs) - len(self.todo), len(self.episodes)
         self.enough = lambda: enough is not None and enough(self.episodes)
         self.proxy = self.pool = self.bar = None
-        self.stop_file, self.abandoned = False, 0
+        self.stop_file, self.abandoned, self.stop_places = False, 0, [folder, args.output, *filter(None, [stop_in])]
 
     @staticmethod
     def key(spec):
@@ -400,8 +411,7 @@ class Run:
             now = self.episodes[self.already:]
             if (len(now) >= HOPELESS and not any(e.valid for e in now)) or self.enough():      # hopeless: told in finish()
                 return
-            places = (self.folder, self.args.output, getattr(self.args, "stop_in", self.args.output))
-            if any((Path(place) / "STOP").exists() for place in places):
+            if any((Path(place) / "STOP").exists() for place in self.stop_places):
                 self.stop_file = True
                 return
             try:

@@ -94,16 +94,14 @@ async def explore(args, tasks, teacher):
         memory.mkdir(parents=True, exist_ok=True)
         (memory / "global.md").write_text(GLOBAL_MEMORY + "\n")
     first = copy.copy(args)
-    first.stop_in = args.output
     first.output, first.target_successes = str(Path(args.output) / "explore"), None
     first.grasp_skill, first.leans = 1.0, 0.0        # exploring has all the time it wants; the handicap is for the training states
-    # Every shard explores all tasks for itself: its teacher may need any of them.
-    first.shard = "0/1"
     shard, shards = adapters.parse_shard(args.shard)
     if shards > 1:
         first.output += f"-{shard}"
     specs = [{"suite": s, "index": i, "init": 0, "attempt": 0, "memory": str(memory), "memory_write": True} for s, i in tasks]
-    _, folder = await adapters.run_in_loop(first, specs, "explore", teacher(first), None)
+    # Every shard explores all tasks for itself: its teacher may need any of them.
+    _, folder = await adapters.run_in_loop(first, specs, "explore", teacher(first), None, shard=(0, 1), stop_in=args.output)
     written = sum((memory / f"{s}-{i}.md").exists() for s, i in tasks)
     print(f"explore: task memory of {written} of {len(tasks)} tasks is written", flush=True)
     return (folder / "manifest.json").exists()

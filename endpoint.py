@@ -20,17 +20,19 @@ import zlib
 from concurrent.futures import Future
 from pathlib import Path
 
+from harness.skills import CONTEXT
 from records import BadInput, JsonlWriter, PROFILES, read_jsonl, TRAIN_SAMPLING, writing
 from upstream import HttpUpstream, UpstreamError
 
 TRIES = 5                   # of one call
 BACKOFF = 1.0               # seconds before the first retry, doubled each time, unless the server says Retry-After
 MAX_WAIT = 120.0            # seconds: a longer Retry-After is not waited for
+MODELS_WAIT = 10.0          # seconds per server for GET /models: one may listen and never answer
 OPENAI_FIELDS = {  # of a chat completion's body, as api.openai.com takes them; other fields get 400 there
     "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "temperature", "top_p", "presence_penalty", "frequency_penalty",
     "seed", "max_completion_tokens", "stop", "response_format",
 }
-_CONTEXT = re.compile(r"context|maximum model length|too long|longer than", re.I)      # of a 400: the request does not fit the model
+REFUSALS = 5                # of a command's first so many requests, all refused with 400: it is the command's fault, not the requests'
 
 
 def openai_body(body):
@@ -61,20 +63,18 @@ def wait_before(retry, error):
 
 
 def nothing_paid():
-    return collections.Counter(calls=0, retries=0, failed=0, prompt_tokens=0, completion_tokens=0)
+    return collections.Counter(calls=0, retries=0, failed=0, prompt_tokens=0, completion_tokens=0, without_usage=0)
 
 
 def usage_of(reply):
-    """What a reply says it has cost; 0 where it does not say."""
-    usage = reply.get("usage")
-    told = {k: usage.get(k) if isinstance(usage, dict) else None for k in ("prompt_tokens", "completion_tokens")}
-    return {k: n if isinstance(n, int) else 0 for k, n in told.items()}
+    """What a reply says it has cost: {"prompt_tokens", "completion_tokens"}, or {} if it does not say both."""
+    usage = reply["usage"] if isinstance(reply.get("usage"), dict) else {}
+    told = {k: usage.get(k) for k in ("prompt_tokens", "completion_tokens")}
+    return told if all(isinstance(n, int) for n in told.values()) else {}
 
 
 def count(counts, reply):
-    counts["calls"] += 1
-    for name, n in usage_of(reply).items():
-        counts[name] += n
+    counts.update(usage_of(reply), calls=1, without_usage=int(not usage_of(reply)))
 
 
 class Endpoint:
@@ -107,7 +107,7 @@ class Endpoint:
     async def ready(self):
         if not self.model:
             try:
-                async with asyncio.timeout(10 * len(self.servers)):      # one that listens and never answers
+                async with asyncio.timeout(MODELS_WAIT * len(self.servers)):
                     await self.find_model()
             except (UpstreamError, TimeoutError) as e:
                 raise BadInput(f"no model server at {self.url} ({e or 'no answer to GET /models'})") from None
@@ -172,12 +172,17 @@ class Shared:
 
 def told(counts):
     """Counts of an Endpoint as words."""
-    return (f"{counts['calls']} calls ({counts['retries']} retries, {counts['failed']} failed), {counts['prompt_tokens']} prompt + "
-            f"{counts['completion_tokens']} completion tokens")
+    return f"{counts['calls']} calls ({counts['retries']} retries, {counts['failed']} failed), {tokens(counts)}"
+
+
+def tokens(counts):
+    """Tokens as words, and how far the sum can be trusted."""
+    silent = f" ({counts['without_usage']} replies did not say what they cost)" if counts["without_usage"] else ""
+    return f"{counts['prompt_tokens']} prompt + {counts['completion_tokens']} completion tokens{silent}"
 
 
 class Answers:
-    """Endpoints by role for threads: ask(role, chat messages) -> text. What was paid for is kept in a file and never asked again.
+    """Endpoints by role for threads: ask(role, chat messages) -> answer. What was paid for is kept in a file and never asked again.
 
     The key is a hash of the whole request (model, messages, temperature, limit), so that the same question gives the same answer in every
     run. After the first endpoint that is down nothing more is asked: the command ends, and its repetition continues from the file.
@@ -188,6 +193,7 @@ class Answers:
         self.endpoints = {role: Endpoint(url, model=model, timeout=timeout) for role, (url, model) in urls.items()}
         self.path, self.max_tokens = Path(path), max_tokens
         self.lock, self.futures, self.used, self.broken = threading.Lock(), {}, {}, None      # futures: key -> row, paid or on its way
+        self.first, self.refused, self.known = collections.defaultdict(set), set(), set()     # role -> keys; keys; (role, model)
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.held = open(self.path, "ab")
@@ -199,6 +205,7 @@ class Answers:
         for _, row in read_jsonl(self.path, ("key", "role", "content", "usage")):
             self.futures[row["key"]] = Future()
             self.futures[row["key"]].set_result(row)
+            self.known.add((row["role"], row.get("model")))
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="answers")
         self.thread.start()
@@ -216,10 +223,11 @@ class Answers:
         self.close()
         for role, cost in self.cost().items():             # however the command ends: money was spent
             print(f"{role} {cost['model']}: this command paid {told(cost['this_command'])}; {cost['answers']} answers used, paid now or "
-                  f"before: {cost['prompt_tokens']} prompt + {cost['completion_tokens']} completion tokens", flush=True)
+                  f"before: {tokens(cost)}", flush=True)
 
     def ask(self, role, messages):
-        """-> the answer's text; None if the request does not fit into the model. BadInput: the endpoint is down or refuses requests."""
+        """-> (the answer's text, None), or (None, why this request gets none: request_too_long | request_refused). BadInput: the endpoint
+        is down, refuses whatever it is asked, or the answer cannot be kept."""
         endpoint = self.endpoints[role]
         body = {"model": endpoint.model, "messages": messages, "temperature": 0, "max_tokens": self.max_tokens}
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
@@ -227,12 +235,16 @@ class Answers:
             if self.broken:
                 raise self.broken
             if key not in self.futures:
+                if len(self.first[role]) < REFUSALS:
+                    self.first[role].add(key)
                 self.futures[key] = asyncio.run_coroutine_threadsafe(self._pay(key, role, body), self.loop)
         try:
             row = self.futures[key].result()
         except UpstreamError as e:
-            if e.status in (400, 413) and _CONTEXT.search(e.message):
-                return None
+            if e.status in (400, 413) and CONTEXT.search(e.message):
+                return None, "request_too_long"
+            if e.status == 400 and not self._hopeless(role, key):      # e.g. a content filter
+                return None, "request_refused"
             self.broken = BadInput(f"--{role} {endpoint.url}: {e}; paid answers are kept in {self.path}: mend the cause and repeat the "
                                    "command")
             raise self.broken from None
@@ -241,7 +253,14 @@ class Answers:
             raise self.broken from None
         with self.lock:
             self.used[key] = row
-        return row["content"]
+        return row["content"], None
+
+    def _hopeless(self, role, key):
+        """Notes a refusal; True if the model has refused the command's first requests and never answered one, nor in earlier commands."""
+        with self.lock:
+            self.refused.add(key)
+            unknown = (role, self.endpoints[role].model) not in self.known
+            return unknown and len(self.first[role]) == REFUSALS and self.first[role] <= self.refused
 
     async def _pay(self, key, role, body):
         reply = await self.endpoints[role].chat(body, key)
@@ -261,6 +280,7 @@ class Answers:
             rows = [row["usage"] for row in self.used.values() if row["role"] == role]
             out[role] = {"model": endpoint.model, "answers": len(rows),
                          **{k: sum(u.get(k) or 0 for u in rows) for k in ("prompt_tokens", "completion_tokens")},
+                         "without_usage": sum(not u for u in rows),
                          "this_command": dict(endpoint.counts)}
         return out
 

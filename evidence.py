@@ -307,8 +307,8 @@ def _json_object(answer):
     return value
 
 
-def read_rewrite(answer, message):
-    """A rewriter's answer -> the message with it; ValueError says what is wrong with the answer."""
+def read_rewrite(answer, message, special=()):
+    """A rewriter's answer -> the message with it; ValueError says what is wrong with the answer. special: of the student's tokenizer."""
     value, wanted = _json_object(answer), fields_of(message)
     tool_calls = value.pop("tool_calls", None)             # not asked for; if a model repeats them, the judge compares them
     if value.keys() != wanted.keys() or not all(isinstance(v, str) for v in value.values()):
@@ -317,7 +317,7 @@ def read_rewrite(answer, message):
         if len(text) > 3 * len(wanted[key]) + 300:
             raise ValueError(f"{key} has {len(text)} characters, the teacher's {len(wanted[key])}: keep about its length")
         text.encode()                                      # half of a surrogate pair: UnicodeEncodeError is a ValueError
-    if mark := next((m for v in value.values() for m in _MARKUP.findall(v)), None):
+    if mark := next((m for v in value.values() for m in [*_MARKUP.findall(v), *(t for t in special if t in v)]), None):
         raise ValueError(f"{mark} belongs to the chat template, not into a text")
     new = {**message, "content": value.get("content", text_of(message.get("content")))}
     new.update((k, value["reasoning"]) for k in reasoning_keys(message) if "reasoning" in value)
@@ -332,21 +332,21 @@ def read_verdict(answer):
     return value["accept"], str(value.get("reason", ""))
 
 
-def rewrite_by_models(message, dependence, messages, tools, ask_rewriter, ask_judge, attempts):
+def rewrite_by_models(message, dependence, messages, tools, ask_rewriter, ask_judge, attempts, special=()):
     """-> (student's version, [one verdict an attempt; None: accepted]); after `attempts` refusals the rules' version, for history only.
 
-    ask_rewriter, ask_judge: f(chat messages) -> answer, None where the request does not fit into the model; or None in place of the
-    function: the rules alone rewrite (one attempt, for they would write the same again) or judge.
+    ask_rewriter, ask_judge: f(chat messages) -> (answer, None) or (None, verdict: the model takes no such request); or None in place of
+    the function: the rules alone rewrite (one attempt, for they would write the same again) or judge. special: see read_rewrite.
     """
     by_rules, verdicts, refused = rewrite_by_rules(message, dependence), [], []
     for _ in range(attempts if ask_rewriter else 1):
         candidate, answer, why = by_rules, "", ""
         if ask_rewriter:
-            answer = ask_rewriter(rewrite_request(message, dependence, messages, tools, refused))
-            if answer is None:
-                return by_rules, [*verdicts, "request_too_long"]
+            answer, unanswered = ask_rewriter(rewrite_request(message, dependence, messages, tools, refused))
+            if unanswered:
+                return by_rules, [*verdicts, unanswered]
             try:
-                candidate = read_rewrite(answer, message)
+                candidate = read_rewrite(answer, message, special)
             except ValueError as e:
                 verdicts.append("rewrite_malformed")
                 refused.append((answer, str(e)))
@@ -355,9 +355,9 @@ def rewrite_by_models(message, dependence, messages, tools, ask_rewriter, ask_ju
         if verdict == "still_dependent":
             why = "not in the student's context: " + describe(e for e in dependence.evidence(candidate) if e["where"] != "arguments")
         elif verdict is None and ask_judge:
-            told = ask_judge(judge_request(message, candidate, messages, tools))
-            if told is None:
-                return by_rules, [*verdicts, "request_too_long"]
+            told, unanswered = ask_judge(judge_request(message, candidate, messages, tools))
+            if unanswered:
+                return by_rules, [*verdicts, unanswered]
             try:
                 accepted, why = read_verdict(told)
                 verdict = None if accepted else "judge_refused"

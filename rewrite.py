@@ -470,7 +470,8 @@ def make_rows(args, answers):
     report = Report()
     ask = {name: functools.partial(answers.ask, name) for name in answers.endpoints} if answers else {}
     rewriter = functools.partial(rewrite_by_models, ask_rewriter=ask.get("rewriter"), ask_judge=ask.get("judge"),
-                                 attempts=args.rewrite_attempts)
+                                 attempts=args.rewrite_attempts,
+                                 special=[t.content for t in tokenizer.added_tokens_decoder.values() if t.special])
     rows = all_rows(teacher, tokenizer, args, report, rewriter, args.concurrency if answers else 1)
     with JsonlWriter(part) as writer:
         for row in tqdm(rows, desc="rewrite", unit="row", disable=not answers, mininterval=20):

@@ -23,12 +23,16 @@ import random
 import re
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import aiohttp
 
+import records
 from fake_vllm import start_engine, start_proxy
 
 IDS = {"plain": 3000, "pictures": 3600, "long": 30000}     # prompt token ids that the reply carries
@@ -154,15 +158,15 @@ async def bench(args, engine_url, pid, proxy_port, out):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=records.Formatter)
     p.add_argument("--engine-url", help="a running vLLM with the model name `policy` (default: starts bench/fake_vllm.py)")
-    p.add_argument("--bodies", nargs="+", choices=sorted(IDS), default=list(IDS), help="default all three")
-    p.add_argument("--clients", nargs="+", type=int, default=[1, 4, 16, 64], help="concurrent clients (default 1 4 16 64)")
-    p.add_argument("--calls", type=int, default=8, help="calls per client and segment (count, default 8)")
-    p.add_argument("--rounds", type=int, default=3, help="segments per arm (count, default 3)")
-    p.add_argument("--ids", type=int, default=0, help="prompt token ids in a reply of the fake engine; 0: by body (default 0)")
-    p.add_argument("--scale", type=float, default=1.0, help="size of messages and tools, for a model with a short context (default 1)")
-    p.add_argument("--token-time", type=float, default=0.008, help="of the fake engine: seconds per sampled token (default 0.008)")
+    p.add_argument("--bodies", nargs="+", choices=sorted(IDS), default=list(IDS), help="which of the three")
+    p.add_argument("--clients", nargs="+", type=int, default=[1, 4, 16, 64], help="concurrent clients")
+    p.add_argument("--calls", type=int, default=8, help="calls per client and segment (count)")
+    p.add_argument("--rounds", type=int, default=3, help="segments per arm (count)")
+    p.add_argument("--ids", type=int, default=0, help="prompt token ids in a reply of the fake engine; 0: by body")
+    p.add_argument("--scale", type=float, default=1.0, help="size of messages and tools, for a model with a short context")
+    p.add_argument("--token-time", type=float, default=0.008, help="of the fake engine: seconds per sampled token")
     args = p.parse_args()
     out, processes = Path(tempfile.mkdtemp(prefix="bench-proxy-")), []
     try:

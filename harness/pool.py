@@ -11,6 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
+PATIENCE = 10.0         # seconds for a process that was told to end, and again for the end of its output
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -110,8 +111,8 @@ class WorkerPool:
                 if worker["waiting"]:                        # in the middle of episodes that nobody waits for
                     self._kill(worker)
                 try:
-                    await asyncio.wait_for(worker["process"].wait(), 10)
+                    await asyncio.wait_for(worker["process"].wait(), PATIENCE)
                 except TimeoutError:
                     self._kill(worker)
-                await asyncio.wait([worker["reader"]], timeout=10)       # a child in a session of its own may hold the output open
+                await asyncio.wait([worker["reader"]], timeout=PATIENCE)       # a child in a session of its own may hold it open
                 worker["reader"].cancel()

@@ -78,6 +78,26 @@ def test_lists_and_shards_are_parsed_or_refused():
     adapters.refuse_evaluation_states([11, 44, 100, 5000], "rl")
 
 
+@pytest.mark.parametrize("rank, size, shard", [(None, None, (0, 1)), (None, "1", (0, 1)), ("0", "1", (0, 1)), ("2", "4", (2, 4)), ("3", None, None),
+                                               ("0", None, None), ("4", "4", None), ("5", "2", None), (None, "4", None), ("x", "2", None),
+                                               ("0", "0", None), ("-1", "2", None), ("0", "two", None), ("", "2", None)])
+def test_torchruns_rank_is_honoured_or_refused_and_never_guessed(rank, size, shard, monkeypatch):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    if shard:
+        assert adapters.parse_shard(None) == shard
+    else:
+        with pytest.raises(BadInput, match=f"RANK/WORLD_SIZE '{rank}/{size}': expected I/N with I < N"):
+            adapters.parse_shard(None)
+    if size not in (None, "1"):                            # every rank would do the same part
+        with pytest.raises(BadInput, match=f"--shard 0/2: WORLD_SIZE is {size}, .* leave --shard out"):
+            adapters.parse_shard("0/2")
+    else:
+        assert adapters.parse_shard("0/2") == (0, 2)
+
+
 def arguments(output, **changes):
     p = argparse.ArgumentParser()
     adapters.add_rollout_arguments(p, sampling="train")

@@ -3,6 +3,7 @@
 import copy
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -92,7 +93,9 @@ def run(planner, script, **job):
     ([call("push", n=9)], "unrecoverable", False, None),
     ([call("push", n="three"), call("pull", n=1)], "malformed", False, None),
     ([{"role": "assistant", "content": "<tool_call>{oops"}] * 2, "malformed", False, None),
-    ([(400, "maximum context length is 100 tokens")], "infrastructure", False, None),
+    ([(400, "maximum context length is 100 tokens")], "infrastructure", False, None),      # the first prompt is the harness's own
+    ([call("push", n=1), (400, "maximum context length is 100 tokens")], "turns", False, None),
+    ([call("push", n=1), (400, "Invalid chat template: 'context' is undefined")], "infrastructure", False, None),
 ])
 def test_ends(planner, script, end, success, turn):
     out = run(planner, script)
@@ -105,6 +108,24 @@ def test_one_malformed_call_is_answered_and_forgiven(planner):
     assert out["end"] == "finish" and out["success_latched"]
     texts = [m.get("content") for m in planner.bodies[-1]["messages"]]
     assert any("Bad arguments for push" in (t or "") for t in texts) and CALL_UNREAD in texts
+
+
+@pytest.mark.parametrize("arguments", ['{"n": "\\ud800"}', '{"n": ' + "[" * 2000 + "]" * 2000 + "}"])
+def test_arguments_that_no_server_or_parser_takes_are_the_planners_malformed_call(planner, arguments):
+    bad = call("push", n=1)
+    bad["tool_calls"][0]["function"]["arguments"] = arguments
+    out = run(planner, [bad, bad])
+    assert out["end"] == "malformed" and out["failure"] == "format" and out["turns"] == 2
+    receipt = planner.bodies[1]["messages"][-1]["content"]
+    assert "The arguments of push are no JSON." in receipt and receipt.encode()
+    assert run(planner, [bad, call("push", n=3), call("finish", status="success")])["success_latched"]        # forgiven once
+
+
+def test_a_clock_that_jumps_changes_no_episodes_seconds(planner, monkeypatch):
+    jumps = iter(range(10**9, 0, -10**4))
+    monkeypatch.setattr(time, "time", lambda: next(jumps))                        # the module's own, which harness/skills.py uses
+    out = run(planner, [call("push", n=3), call("finish", status="success")], seconds=60)
+    assert out["end"] == "finish" and 0 <= out["seconds"] < 60
 
 
 def test_final_and_latched_differ_when_success_is_undone(planner):
