@@ -104,15 +104,17 @@ def test_a_rollout_on_two_replicas_survives_the_death_of_one_and_its_record_is_e
     print(f"\n{len(calls)} calls, {len(lost)} lost with the server, {len(trained)} complete; largest |log q - log b| {max(gaps):.1e}")
 
 
-def test_a_killed_stage_leaves_no_server_behind_and_its_command_goes_on(checkpoints, tmp_path):
+def test_a_killed_or_stopped_stage_leaves_no_server_behind_and_its_command_goes_on(checkpoints, tmp_path):
     folder, options = checkpoints["b"], ("--groups", "60", "--attempts", "2")
-    stage = start(folder, tmp_path, *options)
-    until(lambda: lines(tmp_path / "calls.jsonl") >= 4)
-    ids = sessions(folder)
-    assert len(ids) == 1
-    stage.send_signal(signal.SIGKILL)
-    stage.communicate()
-    until(lambda: not any(members(s) for s in ids), 30)
+    for sent, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, records.STOPPED)):
+        before, stage = lines(tmp_path / "calls.jsonl"), start(folder, tmp_path, *options)
+        until(lambda before=before: lines(tmp_path / "calls.jsonl") >= before + 4)
+        ids = sessions(folder)
+        assert len(ids) == 1
+        stage.send_signal(sent)
+        said = stage.communicate(timeout=60)[0]
+        assert stage.returncode == code, said
+        until(lambda ids=ids: not any(members(s) for s in ids), 30)
     again = start(folder, tmp_path, *options)
     said = again.communicate(timeout=300)[0]
     assert again.returncode == 0, said
