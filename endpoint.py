@@ -110,7 +110,7 @@ class Endpoint:
                 async with asyncio.timeout(MODELS_WAIT * len(self.servers)):
                     await self.find_model()
             except (UpstreamError, TimeoutError) as e:
-                raise BadInput(f"no model server at {self.url} ({e or 'no answer to GET /models'})") from None
+                raise BadInput(f"no model server at {self.url} ({str(e) or 'no answer to GET /models'})") from None
 
     async def chat(self, body, episode_id=""):
         body = {**(openai_body(body) if self.api == "openai" else body), "model": self.model}

@@ -212,7 +212,8 @@ def judge(original, candidate, dependence):
 def arguments_survive(arguments):
     """True if a template that parses the arguments and prints them again changes nothing but blanks and escapes.
 
-    Not so for invalid JSON, non-objects, doubled keys, and numbers that print otherwise (0.020, 1e3).
+    Not so for invalid JSON (nested a thousand deep and half surrogate pairs, too), non-objects, doubled keys, and numbers that print
+    otherwise (0.020, 1e3).
     """
     if not isinstance(arguments, str) or not arguments.strip():
         return True
@@ -220,9 +221,11 @@ def arguments_survive(arguments):
                                    object_pairs_hook=list)
     try:
         value = json.loads(arguments)
-    except ValueError:
+        printed = json.dumps(value, ensure_ascii=False)
+        printed.encode()                                   # half of a surrogate pair: no tokenizer takes it
+    except (ValueError, RecursionError):
         return False
-    return isinstance(value, dict) and as_written(arguments) == as_written(json.dumps(value, ensure_ascii=False))
+    return isinstance(value, dict) and as_written(arguments) == as_written(printed)
 
 
 # ---------------------------------------------------------------------------------------------- models as rewriter and judge

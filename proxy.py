@@ -258,7 +258,7 @@ class Proxy:
         return call, engine_request(body, call.model, sampling)
 
     async def _generate(self, episode_id, sent):
-        """-> (reply, policy version at sending, seconds held). Waiting for new weights does not count as waiting for a reply."""
+        """-> (reply, policy versions at sending and at its end, seconds held). Waiting for new weights is no waiting for a reply."""
         clock = time.perf_counter()
         try:
             await self.upstream.ready()
@@ -266,7 +266,8 @@ class Proxy:
             version = self.upstream.policy_version
             sent["model"] = sent["model"] or self.upstream.model       # ready() may have been the first to reach it
             async with asyncio.timeout(self.timeout):
-                return await self.upstream.chat(sent, episode_id), version, held
+                reply = await self.upstream.chat(sent, episode_id)
+            return reply, version, self.upstream.policy_version, held          # before anybody can exchange weights
         except TimeoutError:
             raise UpstreamError(504, f"no reply within {self.timeout:g} s", "timeout") from None
         except UpstreamError:
@@ -279,13 +280,14 @@ class Proxy:
         """Waits for upstream, fills the Call -> (response, its bytes if it is a reply and no error)."""
         try:
             try:
-                reply, call.policy_version, held = await asyncio.shield(flight.task)       # a retry may wait for the same request
+                reply, *versions, held = await asyncio.shield(flight.task)     # a retry may wait for the same request
+                call.policy_version, call.policy_version_end = versions
             except asyncio.CancelledError:
                 if asyncio.current_task().cancelling():        # our own client has gone
                     raise
                 raise UpstreamError(503, "the request was cancelled", "connection") from None
             finally:
-                call.policy_version_end = self.upstream.policy_version
+                call.policy_version_end = call.policy_version_end or self.upstream.policy_version
             read_reply(call, reply)
             if held:                                   # to adapters it is time in a queue: not the planner's own
                 call.extra["queue_seconds"] = call.extra.get("queue_seconds", 0) + held

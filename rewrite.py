@@ -20,7 +20,8 @@ Departures and choices (ours)
     student's own.
  2. --rewriter rules drops dependent clauses and sentences and writes nothing new. The paper's rewriter and judge are
     models (--rewriter URL, --judge URL); the rules guard them: same detectors, tool calls byte for byte. After
-    --rewrite-attempts refusals (the sources give no number) the response is history only. A model is asked for
+    --rewrite-attempts refusals (the sources give no number), or where the server refuses the request (400: too long,
+    a content filter), the response is history only. A model is asked for
     possible targets alone: not for calls after success, nor where an argument leans on memory.
  3. --mode mask leaves flagged responses out as targets. History is the same in both modes (earlier responses as the
     student would have given them; with models, give both arms one --answers file and only the first pays), so mask's

@@ -116,3 +116,4 @@ class WorkerPool:
                     self._kill(worker)
                 await asyncio.wait([worker["reader"]], timeout=PATIENCE)       # a child in a session of its own may hold it open
                 worker["reader"].cancel()
+                worker["process"]._transport.close()         # else its end of that output complains once the loop is closed

@@ -15,6 +15,7 @@ either): the planner has to call finish, so calls after success exist and the ad
 """
 
 import base64
+import contextlib
 import functools
 import json
 import os
@@ -65,6 +66,25 @@ class ContextTooLong(Exception):
 def _as_text(arguments):
     """Arguments of a tool call as JSON text: OpenAI's form. Some servers send the object itself."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+
+
+def _read(arguments):
+    """Arguments of a tool call as JSON -> value; ValueError or RecursionError if no server could read them in the history either."""
+    value = json.loads(arguments)
+    json.dumps(value, ensure_ascii=False).encode()         # half a surrogate pair: UnicodeEncodeError is a ValueError
+    return value
+
+
+def _echo(message):
+    """A reply as it stands in the history. Arguments that are no object are left out there: a server that renders its history
+    answers 400 to them, and that would be infrastructure."""
+    def readable(call):
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(_read(call["function"]["arguments"] or "{}"), dict):
+                return call
+        return {**call, "function": {**call["function"], "arguments": "{}"}}
+    echo = {k: v for k, v in message.items() if k in ECHOED and v is not None}
+    return {**echo, "tool_calls": [readable(c) for c in echo["tool_calls"]]} if echo.get("tool_calls") else echo
 
 
 class ChatClient:
@@ -188,7 +208,7 @@ class Episode:
                 end, detail = "turns" if turn else "infrastructure", str(e)     # the first prompt is none of the planner's doing
                 break
             turn += 1
-            messages = messages + [{k: v for k, v in message.items() if k in ECHOED and v is not None}]
+            messages = messages + [_echo(message)]
             if frames:
                 frames.caption(message)
             if not message.get("tool_calls"):
@@ -234,8 +254,7 @@ class Episode:
         if name not in self.schemas or not any(t["function"]["name"] == name for t in self.tools):
             return f"There is no tool {name}.", True, []
         try:
-            arguments = json.loads(arguments)
-            json.dumps(arguments, ensure_ascii=False).encode()           # half a surrogate pair: no server takes the receipt that says it
+            arguments = _read(arguments)
         except (ValueError, RecursionError):
             return f"The arguments of {name} are no JSON.", True, []
         error = next(_validator(self.schemas[name]).iter_errors(arguments), None)

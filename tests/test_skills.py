@@ -110,14 +110,15 @@ def test_one_malformed_call_is_answered_and_forgiven(planner):
     assert any("Bad arguments for push" in (t or "") for t in texts) and CALL_UNREAD in texts
 
 
-@pytest.mark.parametrize("arguments", ['{"n": "\\ud800"}', '{"n": ' + "[" * 2000 + "]" * 2000 + "}"])
+@pytest.mark.parametrize("arguments", ['{"n": "\\ud800"}', '{"n": ' + "[" * 2000 + "]" * 2000 + "}", '{"n": 3'])
 def test_arguments_that_no_server_or_parser_takes_are_the_planners_malformed_call(planner, arguments):
     bad = call("push", n=1)
     bad["tool_calls"][0]["function"]["arguments"] = arguments
     out = run(planner, [bad, bad])
     assert out["end"] == "malformed" and out["failure"] == "format" and out["turns"] == 2
-    receipt = planner.bodies[1]["messages"][-1]["content"]
-    assert "The arguments of push are no JSON." in receipt and receipt.encode()
+    reply, receipt = planner.bodies[1]["messages"][-2:]
+    assert "The arguments of push are no JSON." in receipt["content"] and receipt["content"].encode()
+    assert reply["tool_calls"][0]["function"] == {"name": "push", "arguments": "{}"}         # what a server can render
     assert run(planner, [bad, call("push", n=3), call("finish", status="success")])["success_latched"]        # forgiven once
 
 
