@@ -10,7 +10,7 @@ Departures from the paper
      and weighs them by p(1-p); without it all tasks are drawn alike.
 
     python rollout.py --model run/sft --suites tabletop_swap --inits 11-44 --groups 64 --attempts 6 --round 1 --output run/round-1
-    torchrun --nproc_per_node 4 rollout.py …        each rank does its shard, with replicas of its own (--engine vllm) or on shared servers (--engine-url)
+    torchrun --nproc_per_node 4 rollout.py …   each rank does its shard, with its own replicas (--engine vllm) or on shared --engine-url
 (all attempts of a group lie in one shard: one prefix to keep, and a shard's count of groups with both outcomes is exact)
 """
 
