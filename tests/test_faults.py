@@ -6,6 +6,7 @@ that it refuses. Faults of workers and of whole runs are in test_adapters.py.
 """
 
 import asyncio
+import base64
 import errno
 import fcntl
 import json
@@ -341,7 +342,7 @@ def test_a_full_disk_leaves_whole_lines_ends_the_proxy_and_the_same_command_goes
     out = tmp_path / "out"
     long = [{"role": "user", "content": "x" * 5000}]
     if where == "images":
-        data = records.base64.b64encode(png() + b"\0" * 300_000).decode()
+        data = base64.b64encode(png() + b"\0" * 300_000).decode()
         long = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64," + data}}]}]
 
     async def handler(request):
