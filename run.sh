@@ -27,7 +27,7 @@ SUITES=tabletop_base,tabletop_swap,tabletop_task
 WORDS="red green blue white black yellow mug pan jug jar pot tray bowl box"     # stay single tokens in the tiny tokenizer
 LIMITS="--turns 14 --concurrency 24"                                            # short tasks; many episodes share a forward
 SUCCESSES=2200 PER_ROUND=64 EVAL="--inits 1-10"
-if [ -n "$QUICK" ]; then SUCCESSES=200 PER_ROUND=8 ROUNDS=${ROUNDS:-2} EVAL="--inits 1-10 --limit 60"; fi
+if [ -n "$QUICK" ]; then SUCCESSES=320 PER_ROUND=8 ROUNDS=${ROUNDS:-2} EVAL="--inits 1-10 --limit 60"; fi
 ROUNDS=${ROUNDS:-10}
 START=$SECONDS
 
@@ -45,11 +45,13 @@ python sft.py --model "$RUN/base" --data "$RUN/rewrite/sft.jsonl" --output "$RUN
   --optimizer muon --lr 4e-3 --schedule wsd --warmup 50 --weight-decay 0.05 --global-batch 16 --epochs 2 --log-every 50
 
 # 2  Rounds of rollouts and L_RL. Groups of six share a start state; each round draws new ones and continues the last round's optimizer.
-policy=$RUN/sft previous="" played=()
+policy=$RUN/sft previous="" state="" played=()
 for round in $(seq 1 "$ROUNDS"); do
+  # Groups that are all alike train nothing and leave no checkpoint; the first round that does train starts the optimizer.
+  [ "$round" = 1 ] || state=${previous:+--previous $previous} state=${state:---fresh-optimizer}
   python rollout.py --model "$policy" --suites $SUITES --inits 11-44,1000-9999 --groups $PER_ROUND --attempts 6 --round "$round" \
     $LIMITS --max-tokens 64 --seed "$SEED" --output "$RUN/round-$round"
-  python rl.py --rollouts "$RUN/round-$round" --model "$policy" ${previous:+--previous "$previous"} --round "$round" --rounds "$ROUNDS" \
+  python rl.py --rollouts "$RUN/round-$round" --model "$policy" $state --round "$round" --rounds "$ROUNDS" \
     --lr 4e-4 --schedule linear --warmup 4 --steps-per-round 2 --seed "$SEED" --threads 2 --output "$RUN/rl-$round"
   if [ -e "$RUN/rl-$round/config.json" ]; then policy=$RUN/rl-$round previous=$RUN/rl-$round; fi
   played+=("$RUN/round-$round")
