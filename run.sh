@@ -45,13 +45,13 @@ python sft.py --model "$RUN/base" --data "$RUN/rewrite/sft.jsonl" --output "$RUN
   --optimizer muon --lr 4e-3 --schedule wsd --warmup 50 --weight-decay 0.05 --global-batch 16 --epochs 2 --log-every 50
 
 # 2  Rounds of rollouts and L_RL. Groups of six share a start state; each round draws new ones and continues the last round's optimizer.
-policy=$RUN/sft previous="" state="" played=()
+policy=$RUN/sft previous="" state=() played=()
 for round in $(seq 1 "$ROUNDS"); do
   # Groups that are all alike train nothing and leave no checkpoint; the first round that does train starts the optimizer.
-  [ "$round" = 1 ] || state=${previous:+--previous $previous} state=${state:---fresh-optimizer}
+  if [ -n "$previous" ]; then state=(--previous "$previous"); elif [ "$round" -gt 1 ]; then state=(--fresh-optimizer); fi
   python rollout.py --model "$policy" --suites $SUITES --inits 11-44,1000-9999 --groups $PER_ROUND --attempts 6 --round "$round" \
     $LIMITS --max-tokens 64 --seed "$SEED" --output "$RUN/round-$round"
-  python rl.py --rollouts "$RUN/round-$round" --model "$policy" $state --round "$round" --rounds "$ROUNDS" \
+  python rl.py --rollouts "$RUN/round-$round" --model "$policy" "${state[@]}" --round "$round" --rounds "$ROUNDS" \
     --lr 4e-4 --schedule linear --warmup 4 --steps-per-round 2 --seed "$SEED" --threads 2 --output "$RUN/rl-$round"
   if [ -e "$RUN/rl-$round/config.json" ]; then policy=$RUN/rl-$round previous=$RUN/rl-$round; fi
   played+=("$RUN/round-$round")
