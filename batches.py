@@ -1,7 +1,7 @@
 """Recorded responses -> rows that share prefixes -> micro-batches of like length -> tensors (trainer.py runs them).
 
-Nothing here knows a loss, and a model only where data is checked against it. Everything is a function of its arguments:
-the same data gives the same micro-batches on every rank and in every run.
+Nothing here knows a loss or a model. Everything is a function of its arguments: the same data gives the same
+micro-batches on every rank and in every run.
 
 Shapes:  B rows, T padded length of a micro-batch | N its target tokens, laid end to end | S responses.
 """
@@ -12,14 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from records import BadInput
+
 
 class Responses:
     """S recorded responses and their prompts. What is known per token lies in flat arrays: s owns
     [start[s], start[s+1])."""
 
-    def __init__(self, prompts, outputs, episodes):
-        """prompts, outputs: S integer arrays; episodes: S names, an episode's responses adjacent, in order of turns."""
-        self.prompts, self.outputs, self.episodes = prompts, outputs, episodes
+    def __init__(self, prompts, outputs, episodes, pictures=None, stores=()):
+        """prompts, outputs: S integer arrays; episodes: S names, an episode's responses adjacent, in order of turns;
+        pictures: S lists of sha256, those of each prompt in order; stores: the ImageStores that hold their bytes."""
+        self.prompts, self.outputs, self.episodes, self.stores = prompts, outputs, episodes, stores
+        self.pictures = pictures or [[] for _ in outputs]
         self.lengths = torch.tensor([len(o) for o in outputs], dtype=torch.long)           # (S,) L_s
         self.start = np.concatenate([[0], np.cumsum(self.lengths.numpy())]).astype(np.int64)   # (S + 1,)
 
@@ -30,41 +34,41 @@ class Responses:
             groups.setdefault(episode, []).append(s)
         return list(groups.values())
 
-    def check_fits(self, model, ranks, source):
-        """Stops on token ids outside the model's vocabulary, or rows beyond its positions."""
-        config = model.config.get_text_config()
-        largest = max(int(ids.max()) for ids in (*self.prompts, *self.outputs))
-        longest = max(len(p) + len(o) for p, o in zip(self.prompts, self.outputs, strict=True))
-        if largest >= config.vocab_size:
-            ranks.stop(f"token id {largest} in the data, but {source} has a vocabulary of {config.vocab_size}; give "
-                       "the checkpoint whose tokenizer made it")
-        if longest > config.max_position_embeddings:
-            ranks.stop(f"a row of {longest} tokens, but {source} has {config.max_position_embeddings} positions; give "
-                       "a smaller --max-length")
+    def picture(self, sha):
+        """sha256 -> the picture's bytes; BadInput if no store has it whole."""
+        data = next((data for store in self.stores if (data := store.get(sha)) is not None), None)
+        if data is None:
+            places = ", ".join(str(store.folder) for store in self.stores) or "no folder of pictures"
+            raise BadInput(f"picture {sha}.* is missing or damaged in {places}; restore it, or make the data again")
+        return data
 
 
 @dataclass
 class Row:
-    """One forward row. `spans`: (first, last + 1, response index) of each target stretch."""
+    """One forward row. `spans`: (first, last + 1, response index) of each target stretch; `pictures`: sha256 of each
+    picture in it, in order."""
     tokens: np.ndarray
     spans: list
+    pictures: list
 
 
 def merge_prefix(responses, chosen, merge=True):
     """Chosen response indices (in order of turns) -> rows.
 
-    A response whose prompt begins with its episode's row so far, token for token, is appended to that row; anything
-    else (rewritten history, a new episode) opens its own row. Exact: a causal model's log-prob depends on what stands
-    before, and on nothing else.
+    A response whose prompt begins with its episode's row so far, token for token and picture for picture, is appended to
+    that row; anything else (rewritten history, a new episode) opens its own row. Exact: a log-prob of a causal model, of
+    attention or recurrent, depends on what stands before it, and on nothing else. Rows of different episodes never share
+    a sequence: a recurrent layer would carry its state from one into the other.
     """
     rows, episode = [], None
     for s in chosen:
         prompt, output = responses.prompts[s], responses.outputs[s]
+        shown = responses.pictures[s]
         row = rows[-1] if rows and merge and responses.episodes[s] == episode else None
-        if row is None or len(prompt) < len(row.tokens) or not np.array_equal(prompt[:len(row.tokens)], row.tokens):
-            row = Row(prompt, [])
+        if row is None or not np.array_equal(prompt[:len(row.tokens)], row.tokens) or shown[:len(row.pictures)] != row.pictures:
+            row = Row(prompt, [], shown)
             rows.append(row)
-        row.tokens = np.concatenate([prompt, output])
+        row.tokens, row.pictures = np.concatenate([prompt, output]), shown
         row.spans.append((len(prompt), len(row.tokens), s))
         episode = responses.episodes[s]
     return rows
@@ -105,15 +109,18 @@ class Micro:
     tokens: torch.Tensor        # (B, T) token ids, padded on the right with 0
     where: torch.Tensor         # (N,)
     index: torch.Tensor         # (N,) which token of the flat per-token arrays this is
+    lengths: list               # B real lengths, in tokens; [] without rows
+    pictures: dict              # {} or pixel_values (P, D), image_grid_thw (pictures, 3), mm_token_type_ids (B, T)
 
     @property
     def targets(self):
         return self.tokens.flatten()[self.where + 1]                  # (N,)
 
 
-def pack(rows, responses, device):
+def pack(rows, responses, device, pictures=None):
     """Rows -> Micro. No rows (a rank with nothing to do in this slot) -> two padding tokens and no target: the rank
-    takes part in every collective, and its loss and gradient are exactly 0."""
+    takes part in every collective, and its loss and gradient are exactly 0. pictures: pictures.Pictures, for rows that
+    have some."""
     T = max([len(row.tokens) for row in rows], default=2)
     tokens = np.zeros((max(len(rows), 1), T), dtype=np.int64)         # (B, T)
     where, index = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
@@ -123,4 +130,9 @@ def pack(rows, responses, device):
             where.append(np.arange(first - 1, last - 1) + b * T)
             index.append(np.arange(responses.start[s], responses.start[s + 1]))
     to = lambda x: torch.from_numpy(x).to(device)
-    return Micro(to(tokens), to(np.concatenate(where)), to(np.concatenate(index)))
+    shown = {}
+    if any(row.pictures for row in rows):                             # in the order of rows, as the placeholders stand
+        pixels, grids = zip(*(pictures.inputs(responses.picture(sha)) for row in rows for sha in row.pictures), strict=True)
+        shown = {"pixel_values": torch.cat(pixels).to(device), "image_grid_thw": torch.stack(grids).to(device),
+                 "mm_token_type_ids": to((tokens == pictures.token).astype(np.int32))}
+    return Micro(to(tokens), to(np.concatenate(where)), to(np.concatenate(index)), [len(row.tokens) for row in rows], shown)

@@ -17,6 +17,8 @@ import functools
 import json
 import re
 
+from records import BadInput
+
 MEMORY_WORDS = (                                           # whole words, upper and lower case alike
     r"memor(?:y|ies|i[sz](?:e|es|ed|ing))", r"remember(?:s|ed|ing)?", r"recall(?:s|ed|ing)?",
     r"note (?:says?|from|tells|shows)", r"notes", r"previously", r"last time", r"(?:from|past) experience",
@@ -25,6 +27,8 @@ MEMORY_WORDS = (                                           # whole words, upper 
 )
 QUOTE = 8                                                  # consecutive words
 
+_SECTION = re.compile(r"(?:^|\n)[ \t]*\[memory\][ \t]*\n(.*?)[ \t]*\[/memory\][ \t]*(?=\n|$)", re.S)
+_MARK = re.compile(r"^[ \t]*\[/?memory\][ \t]*$", re.M)
 _MEMORY_WORD = re.compile(rf"\b(?:{'|'.join(MEMORY_WORDS)})\b", re.I)
 # A sign belongs to the number unless a digit or letter precedes it: "10-20" is 10 and 20. "20mm" is one, "mug_1" is none.
 _NUMBER = re.compile(r"(?<![\w.])[-+−]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -41,6 +45,19 @@ def text_of(content):
     if isinstance(content, list):
         return "\n".join(p.get("text") or "" for p in content if isinstance(p, dict))
     return content or ""
+
+
+def strip_sections(text, call_id):
+    """Prompt text -> (text without its [memory] … [/memory] sections, [removed sections])."""
+    if not _MARK.search(text):
+        return text, []
+    removed = [m.group(1).strip("\n") for m in _SECTION.finditer(text)]
+    rest = _SECTION.sub("", text)
+    if text.lstrip(" \t").startswith("[memory]"):
+        rest = rest.removeprefix("\n")                     # a section at the very start takes its line end along
+    if _MARK.search(rest):
+        raise BadInput(f"calls.jsonl: call {call_id}: a [memory] section without its end; each mark needs its own line")
+    return rest, removed
 
 
 def arguments_text(tool_call):

@@ -4,8 +4,8 @@ A response is only worth training on under the very context it was sampled in. S
 tools and pictures of each call with the checkpoint's own tokenizer and chat template; where the result is not
 the recorded prompt, the call's weight is 0.
 
-Reads   DIR/calls.jsonl, DIR/images/ (or those of its shards), the tokenizer and chat template of a checkpoint
-        (no weights)
+Reads   DIR/calls.jsonl, DIR/images/ (or those of its shards), tokenizer, chat template and picture processor of a
+        checkpoint (no weights)
 Writes  DIR/gate-report.json: counts, share of mismatches, histogram of causes, explanations, the gated call_ids
 Exit    0; 3 when the share of mismatches is above --max-mismatch (a wrong template or a changed harness: stop
         and look, do not train on what is left); 2 on bad input. Incomplete calls (records.call_problem) are
@@ -16,9 +16,10 @@ repeats what vLLM's server does to messages and tools before its template sees t
 and one rendered here have the same ids (tests/test_vllm_gate.py: thousands of odd chats through real vLLM).
 
 Departures and limits
- 1. A tokenizer-only checkpoint renders a picture as its template's placeholder; the vision processor's
-    expansion is not done here. The picture must be in images/ with the bytes of its hash. A reference that
-    names another stored picture leaves the ids as they are and cannot be seen.
+ 1. A picture must be in images/ with the bytes of its hash, and decode. With a vision-language checkpoint its placeholder
+    is expanded as the processor does it, so that a picture of another size, another order of sizes or other processor
+    settings are seen. A reference to another stored picture of the same grid gives the same ids and cannot be seen; a
+    text-only checkpoint renders every picture as its template's one placeholder, and cannot see any such swap.
  2. Some templates take content as text alone. vLLM then puts its placeholders of pictures into that text; here such
     a picture stays a part, and the call is gated.
  3. A server's own --chat-template, --default-chat-template-kwargs or --exclude-tools-when-tool-choice-none are not
@@ -33,11 +34,13 @@ import functools
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
+from pictures import load_pictures
 from records import BadInput, Formatter, ImageStore, call_problem, folders, read_calls, run_main, write_json
 
 WINDOW = 16                      # tokens shown before and after the first difference
@@ -50,8 +53,8 @@ RESERVED = {"tokenize", "chat_template", "tools", "conversation"}            # t
 OVERRIDDEN = {"add_generation_prompt", "continue_final_message", "return_dict"}      # … that vLLM sets itself
 
 
-class MissingPicture(Exception):
-    """A picture of the call is not in the image store, or its bytes are not those of its hash."""
+class PictureError(ValueError):
+    """A picture is missing or has not the bytes of its hash, does not decode, or pictures and placeholders do not pair up."""
 
 
 @dataclass
@@ -210,30 +213,54 @@ def encode(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def pictures(messages):
+def picture_hashes(messages):
     """The sha256 of every picture part, in order (raw image_url parts, as an engine sees them, have none)."""
     return [part["sha256"] for m in messages if isinstance(m.get("content"), list)
             for part in m["content"] if isinstance(part, dict) and part.get("sha256")]
 
 
-def render_prompt(tokenizer, messages, tools, chat_template_kwargs, images=None):
+def _counts(messages, images, pictures):
+    """[(message index, placeholder tokens)] of every picture, in order; one token each without `pictures`. PictureError names it."""
+    out = []
+    if images is None and pictures is None:                # nothing is looked up
+        return out
+    for n, sha in ((n, sha) for n, m in enumerate(messages) for sha in picture_hashes([m])):
+        data = None if images is None else images.get(sha)
+        if data is None:
+            raise PictureError(f"picture {sha} missing")
+        try:
+            out.append((n, 1 if pictures is None else pictures.count(data)))
+        except ValueError as e:
+            raise PictureError(f"message {n}: picture {sha}: {e}") from None
+    return out
+
+
+def _expand(ids, counts, pictures):
+    """Ids with every placeholder expanded, where the checkpoint has `pictures`; PictureError if there are not as many of them."""
+    try:
+        return ids if pictures is None else pictures.expand(ids, [count for _, count in counts])
+    except ValueError as e:
+        raise PictureError(str(e)) from None
+
+
+def render_prompt(tokenizer, messages, tools, chat_template_kwargs, images=None, pictures=None):
     """Prompt ids of one call, generation prompt included: list[int].
 
-    images: ImageStore; with it every picture must be there with the bytes of its hash, else MissingPicture.
+    images: ImageStore; with it every picture must be there with the bytes of its hash, else PictureError (a ValueError).
+    pictures: pictures.Pictures of a vision-language checkpoint; with it every picture's placeholder is expanded.
     """
-    if images is not None:
-        for sha in pictures(messages):
-            if images.get(sha) is None:
-                raise MissingPicture(f"picture {sha} missing")
-    return encode(tokenizer, render_text(tokenizer, messages, tools, chat_template_kwargs))
+    counts = _counts(messages, images, pictures)
+    return _expand(encode(tokenizer, render_text(tokenizer, messages, tools, chat_template_kwargs)), counts, pictures)
 
 
-def render_target(tokenizer, messages, tools, message, chat_template_kwargs):
+def render_target(tokenizer, messages, tools, message, chat_template_kwargs, images=None, pictures=None):
     """(prompt ids, target ids) of the assistant `message` after `messages`; the target ends with the end token.
 
     Prompt and target are encoded apart, because a planner samples its response after the encoded prompt. ValueError if
     the template does not continue the prompt with the message, or writes no end token: then there is no target.
+    images, pictures: as render_prompt; a message that spells a placeholder is no target either (PictureError).
     """
+    counts = _counts(messages, images, pictures)
     prompt = render_text(tokenizer, messages, tools, chat_template_kwargs)
     full = render_text(tokenizer, [*messages, message], tools, chat_template_kwargs, generation_prompt=False)
     if not full.startswith(prompt):
@@ -243,7 +270,8 @@ def render_target(tokenizer, messages, tools, message, chat_template_kwargs):
     end = full.rfind(tokenizer.eos_token, len(prompt))
     if end < 0:
         raise ValueError(f"the template writes no end token {tokenizer.eos_token!r} after the assistant message")
-    return encode(tokenizer, prompt), encode(tokenizer, full[len(prompt):end] + tokenizer.eos_token)
+    target = encode(tokenizer, full[len(prompt):end] + tokenizer.eos_token)
+    return _expand(encode(tokenizer, prompt), counts, pictures), _expand(target, [], pictures)
 
 
 # ---------------------------------------------------------------------------------------------- comparison
@@ -254,45 +282,65 @@ def _common(a, b):
     return next((i for i in range(n) if a[i] != b[i]), n)
 
 
-def check(tokenizer, call, images=None):
-    """None if `call` renders to its recorded prompt_token_ids, else a Mismatch that explains the first difference."""
+def check(tokenizer, call, images=None, pictures=None):
+    """None if `call` renders to its recorded prompt_token_ids, else a Mismatch that explains the first difference.
+
+    images, pictures: as render_prompt. A response that holds placeholder tokens is a mismatch as well: no model can score it.
+    """
+    if pictures is not None and pictures.token in call.token_ids:
+        return Mismatch("picture", f"the response holds placeholder tokens of pictures (id {pictures.token}), but no picture")
     try:
-        ids = render_prompt(tokenizer, call.messages, call.tools, call.chat_template_kwargs, images)
-    except MissingPicture as e:
+        ids = render_prompt(tokenizer, call.messages, call.tools, call.chat_template_kwargs, images, pictures)
+    except PictureError as e:
         return Mismatch("picture", str(e))
     except RENDER_ERRORS as e:                             # one broken record stops no round
         return Mismatch("template", f"the template cannot render this call: {type(e).__name__}: {e}")
     if ids == call.prompt_token_ids:
         return None
-    return _explain(tokenizer, call, ids)
+    return _explain(tokenizer, call, ids, _counts(call.messages, images, pictures), pictures)
 
 
-def _explain(tokenizer, call, ids):
+def _explain(tokenizer, call, ids, counts, pictures):
     """The slow path: where the first differing token lies, in words."""
     recorded = call.prompt_token_ids
     at = _common(recorded, ids)
     text = render_text(tokenizer, call.messages, call.tools, call.chat_template_kwargs)
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    left = iter(counts)                                    # offsets of the expanded ids: a picture's are those of its placeholder
+    offsets = [offset for token, offset in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+               for _ in range(next(left)[1] if pictures is not None and token == pictures.token else 1)]
     char = offsets[at][0] if at < len(ids) else len(text)
     index, role = _locate(tokenizer, call, text, char)
     size = len(tokenizer)
     strange = [t for t in recorded if not isinstance(t, int) or not 0 <= t < size]
-    left, right = max(0, at - WINDOW), at + WINDOW
-    window = tokenizer.decode([t for t in recorded[left:right] if t not in strange])
-    expected = tokenizer.decode(ids[left:right])
-    cause = role
+    start, right = max(0, at - WINDOW), at + WINDOW
+    window = tokenizer.decode([t for t in recorded[start:right] if t not in strange])
+    expected = tokenizer.decode(ids[start:right])
+    cause, note = role, ""
     if strange:
-        cause = "vocabulary"
+        cause, note = "vocabulary", f"; recorded id {strange[0]} is not in this vocabulary of {size}"
     elif at == len(recorded) or at == len(ids):
-        cause = "end"
+        cause, note = "end", f"; the {'record' if at == len(recorded) else 'rendering'} ends there"
+    elif wrong := _wrong_count(recorded, ids, at, counts, pictures):
+        index, note = wrong
+        cause, role = "picture", str(call.messages[index].get("role"))
     elif tokenizer.decode(recorded) == tokenizer.decode(ids):
-        cause = "tokens"                                   # same text, cut into other tokens
+        cause, note = "tokens", "; the text is the same, cut into other tokens"
     where = f"message {index} ({role})" if index is not None else role
-    note = {"vocabulary": f"; recorded id {strange[0]} is not in this vocabulary of {size}" if strange else "",
-            "end": f"; the {'record' if at == len(recorded) else 'rendering'} ends there",
-            "tokens": "; the text is the same, cut into other tokens"}.get(cause, "")
     return Mismatch(cause, f"token {at} of {len(recorded)} recorded / {len(ids)} rendered, in {where}{note}: "
                            f"recorded {window!r}, rendered {expected!r}", at, index, role, window, expected)
+
+
+def _wrong_count(recorded, ids, at, counts, pictures):
+    """(message index, explanation) if the first difference is where the placeholders of one picture end, else None."""
+    if pictures is None or not at or ids[at - 1] != pictures.token or pictures.token not in (recorded[at], ids[at]):
+        return None
+    start = next(i for i in range(at, -1, -1) if i == 0 or ids[i - 1] != pictures.token)
+    record, rendering = (next((i for i, t in enumerate(x[start:]) if t != pictures.token), len(x) - start) for x in (recorded, ids))
+    before = ids[:at - 1].count(pictures.token)            # placeholders before the last one in common
+    n = next(n for n, total in enumerate(accumulate(count for _, count in counts)) if total > before)
+    return counts[n][0], (f"; picture {n} has {record} placeholder tokens in the record, {rendering} with this checkpoint's processor: "
+                          "another picture, or other settings in preprocessor_config.json")
 
 
 def _locate(tokenizer, call, text, char):
@@ -333,9 +381,9 @@ def _try_text(tokenizer, messages, tools, kwargs):
 
 # ---------------------------------------------------------------------------------------------- the command
 
-def gate_calls(tokenizer, calls):
+def gate_calls(tokenizer, calls, pictures=None):
     """Iterable of (Call, ImageStore or None) -> (report, {call_id: Mismatch}). Incomplete calls are counted by reason
-    and not compared."""
+    and not compared. pictures: as render_prompt."""
     counts, incomplete, causes, gated = Counter(), Counter(), Counter(), {}
     for call, images in calls:
         counts["calls"] += 1
@@ -345,7 +393,7 @@ def gate_calls(tokenizer, calls):
             incomplete[problem.split(":")[0]] += 1
             continue
         counts["compared"] += 1
-        mismatch = check(tokenizer, call, images)
+        mismatch = check(tokenizer, call, images, pictures)
         if mismatch:
             counts["mismatched"] += 1
             causes[mismatch.cause] += 1
@@ -361,7 +409,7 @@ def gate_calls(tokenizer, calls):
 def parse_args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     p.add_argument("--calls", required=True, help="folder with calls.jsonl and images/, sharded or not")
-    p.add_argument("--model", required=True, help="checkpoint whose tokenizer and chat template render the prompts")
+    p.add_argument("--model", required=True, help="checkpoint whose tokenizer, chat template and picture processor render the prompts")
     p.add_argument("--max-mismatch", type=float, default=0.01,
                    help="share of compared calls (0 to 1) above which the exit code is 3")
     p.add_argument("--output", help="report file; not given: CALLS/gate-report.json")
@@ -377,7 +425,7 @@ def main():
     output = Path(args.output or folder / "gate-report.json")
     tokenizer = load_tokenizer(args.model)
     report, _ = gate_calls(tokenizer, ((call, ImageStore(part / "images")) for part in folders(folder)
-                                       for call in read_calls(part / "calls.jsonl")))
+                                       for call in read_calls(part / "calls.jsonl")), load_pictures(args.model))
     if not report["compared"]:
         raise BadInput(f"{folder}: none of {report['calls']} calls is complete "
                        f"{report['incomplete_reasons']}; a scripted teacher records no token ids, gate the calls of a "

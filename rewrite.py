@@ -6,9 +6,10 @@ for evidence that the response leans on what was removed (evidence.py: word, quo
 the response a target, rewrites it first, or keeps it as history only. Outcomes: kept, rewritten, history_only and
 dropped (by reason); they add up to the number of calls read.
 
-Reads   TEACHER/{calls,episodes}.jsonl (or those of its shards), the tokenizer and chat template of the student
-        checkpoint; a rewriter's and a judge's answers, where models are asked (--rewriter URL, --judge URL)
+Reads   TEACHER/{calls,episodes}.jsonl, TEACHER/images/ (or those of its shards), tokenizer, chat template and picture
+        processor of the student checkpoint; a rewriter's and a judge's answers, where models are asked (--rewriter URL, --judge URL)
 Writes  OUTPUT/sft.jsonl            messages, tools, message, prompt_token_ids, token_ids (with end token), source, …
+        OUTPUT/images/              the pictures of those prompts (rows name them: "pictures", sha256 in order)
         OUTPUT/answers.jsonl        paid answers of models: a killed command does not pay twice
         OUTPUT/rewrite-report.json  counts per evidence and outcome, per-episode numbers, an example per evidence, cost
         OUTPUT/manifest.json        last. Repeating the command does the same work again (deterministic; models are
@@ -41,7 +42,6 @@ import argparse
 import contextlib
 import functools
 import json
-import re
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -54,14 +54,13 @@ import adapters
 import endpoint
 import gate
 from evidence import (Dependence, arguments_survive, arguments_text, numbers_in, reasoning_keys, rewrite_by_models,
-                      rewrite_by_rules, text_of, texts_of)
-from records import (BadInput, Formatter, JsonlWriter, at_least, folders, lock_folder, read_calls, read_episodes, run_main, save_args,
-                     write_json, write_manifest, writing)
+                      rewrite_by_rules, strip_sections, text_of, texts_of)
+from pictures import load_pictures
+from records import (BadInput, Formatter, ImageStore, JsonlWriter, at_least, folders, lock_folder, read_calls, read_episodes, run_main,
+                     save_args, write_json, write_manifest, writing)
 
 MEMORY_PREFIX = "memory_"                                  # tools whose name starts so are the teacher's alone
 NORMAL_ENDS = ("finish", "text")
-_SECTION = re.compile(r"(?:^|\n)[ \t]*\[memory\][ \t]*\n(.*?)[ \t]*\[/memory\][ \t]*(?=\n|$)", re.S)
-_MARK = re.compile(r"^[ \t]*\[/?memory\][ \t]*$", re.M)
 
 
 # By rules alone, which cost nothing: responses that cannot become targets stand in the history of those that can.
@@ -73,19 +72,6 @@ def is_memory(tool_call):
 
 
 # ---------------------------------------------------------------------------------------------- the student's context
-
-def strip_sections(text, call_id):
-    """Prompt text -> (text without its [memory] … [/memory] sections, [removed sections])."""
-    if not _MARK.search(text):
-        return text, []
-    removed = [m.group(1).strip("\n") for m in _SECTION.finditer(text)]
-    rest = _SECTION.sub("", text)
-    if text.lstrip(" \t").startswith("[memory]"):
-        rest = rest.removeprefix("\n")                     # a section at the very start takes its line end along
-    if _MARK.search(rest):
-        raise BadInput(f"calls.jsonl: call {call_id}: a [memory] section without its end; each mark needs its own line")
-    return rest, removed
-
 
 class History:
     """One teacher episode, call by call: the student's context of each call, the student's version of each response.
@@ -274,8 +260,11 @@ def replay(episode, calls, rewriter, args):
     return history, turns
 
 
-def episode_rows(episode, replayed, tokenizer, args, report):
-    """What `replay` made of one usable episode -> rows of sft.jsonl. Every call is counted in `report`."""
+def episode_rows(episode, replayed, tokenizer, args, report, images=None, pictures=None):
+    """What `replay` made of one usable episode -> rows of sft.jsonl. Every call is counted in `report`.
+
+    images, pictures: the teacher's ImageStore and the student's Pictures, or None for a text-only student.
+    """
     history, turns = replayed
     rows, previous = [], None
     for call, dropped, version in turns:
@@ -297,10 +286,10 @@ def episode_rows(episode, replayed, tokenizer, args, report):
         if not verdict:
             kwargs = call.chat_template_kwargs
             try:
-                prompt, target = gate.render_target(tokenizer, messages, tools, student, kwargs)
-                whole = gate.render_prompt(tokenizer, [*messages, student], tools, kwargs)
+                prompt, target = gate.render_target(tokenizer, messages, tools, student, kwargs, images, pictures)
+                whole = gate.render_prompt(tokenizer, [*messages, student], tools, kwargs, images, pictures)
             except (TemplateError, ValueError) as e:
-                outcome = "dropped: template"
+                outcome = "dropped: picture" if isinstance(e, gate.PictureError) else "dropped: template"
                 report.errors.append(f"{call.call_id}: {e}")
             else:
                 ids = prompt + target
@@ -317,7 +306,7 @@ def episode_rows(episode, replayed, tokenizer, args, report):
         rows.append({"episode_id": episode.episode_id, "call_id": call.call_id, "turn": call.turn,
                      "task": episode.task, "source": source, "evidence": evidence, "messages": messages,
                      "tools": tools, "message": student, "chat_template_kwargs": kwargs, "prompt_token_ids": prompt,
-                     "token_ids": target})
+                     "token_ids": target, "pictures": gate.picture_hashes(messages)})
     report.targets[len(rows)] += 1
     report.numbers["history_unmatched"] += history.unmatched
     report.attempts.update(history.attempts)
@@ -372,24 +361,36 @@ def usable_episodes(teacher, args, report):
         report.outcomes["dropped: episode_incomplete"] += len(held)
 
 
-def all_rows(teacher, tokenizer, args, report, rewriter, ahead):
+def all_rows(teacher, tokenizer, args, report, rewriter, ahead, pictures, kept):
     """Yields the rows of every usable episode, in the order of `usable_episodes`, however long each one's models take.
 
-    ahead: episodes that are replayed at a time, each in a thread of its own.
+    ahead: episodes that are replayed at a time, each in a thread of its own. pictures: as episode_rows; kept: ImageStore
+    that gets the pictures of the rows. BadInput before a model is asked if calls hold pictures and `pictures` is None.
     """
-    waiting = deque()
+    waiting, copied = deque(), set()
+
+    def start(episode, calls):
+        shown = sum(bool(gate.picture_hashes(c.messages)) for c in calls) if pictures is None else 0
+        if shown:
+            raise BadInput(f"{args.student} has no vision tower, but {shown} calls of episode {episode.episode_id} hold pictures; "
+                           "give a vision-language checkpoint as --student, or collect without --pictures")
+        return replay(episode, calls, rewriter, args)
 
     def rows():
         path, episode, future = waiting.popleft()
+        images = ImageStore(path.parent / "images")
         try:
-            return episode_rows(episode, future.result(), tokenizer, args, report)
+            made = episode_rows(episode, future.result(), tokenizer, args, report, images, pictures)
         except (KeyError, TypeError, AttributeError) as e:
             raise BadInput(f"{path}: episode {episode.episode_id}: a message or tool is not in OpenAI's chat "
                            f"format ({type(e).__name__}: {e})") from e
+        for sha in {sha for row in made for sha in row["pictures"]} - copied:
+            copied.add(kept.put(images.get(sha)))
+        return made
     pool = ThreadPoolExecutor(ahead)
     try:
         for path, episode, calls in usable_episodes(teacher, args, report):
-            waiting.append((path, episode, pool.submit(replay, episode, calls, rewriter, args)))
+            waiting.append((path, episode, pool.submit(start, episode, calls)))
             if len(waiting) > 2 * ahead:
                 yield from rows()
         while waiting:
@@ -404,7 +405,7 @@ def parse_args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     g = p.add_argument_group("files")
     g.add_argument("--teacher", required=True, help="folder of the teacher's run, sharded or not")
-    g.add_argument("--student", required=True, help="checkpoint whose tokenizer and chat template make the rows")
+    g.add_argument("--student", required=True, help="checkpoint whose tokenizer, chat template and picture processor make the rows")
     g.add_argument("--output", required=True, help="folder to write")
     g = p.add_argument_group("method")
     g.add_argument("--mode", choices=["rewrite", "mask"], default="rewrite",
@@ -463,7 +464,7 @@ def make_rows(args, answers):
     """answers: where models are asked, else None."""
     started = time.time()
     teacher, output = Path(args.teacher), Path(args.output)
-    tokenizer = gate.load_tokenizer(args.student)
+    tokenizer, pictures = gate.load_tokenizer(args.student), load_pictures(args.student)
     save_args(output, "rewrite", args)
     (output / "manifest.json").unlink(missing_ok=True)     # a kill from here on must not leave an older "whole" behind
     part = output / "sft.jsonl.part"
@@ -473,7 +474,8 @@ def make_rows(args, answers):
     rewriter = functools.partial(rewrite_by_models, ask_rewriter=ask.get("rewriter"), ask_judge=ask.get("judge"),
                                  attempts=args.rewrite_attempts,
                                  special=[t.content for t in tokenizer.added_tokens_decoder.values() if t.special])
-    rows = all_rows(teacher, tokenizer, args, report, rewriter, args.concurrency if answers else 1)
+    rows = all_rows(teacher, tokenizer, args, report, rewriter, args.concurrency if answers else 1, pictures,
+                    ImageStore(output / "images"))
     with JsonlWriter(part) as writer:
         for row in tqdm(rows, desc="rewrite", unit="row", disable=not answers, mininterval=20):
             writer.append(row)

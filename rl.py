@@ -3,7 +3,7 @@
 Reads   round-i/ folders (rollout.py; sharded ones as they are), the checkpoint that played them, and state/ of the
         round before
 Writes  OUTPUT/  a Hugging Face checkpoint · metrics.jsonl · state/ (float32 weights, optimizer state) · manifest.json
-        OUTPUT/batch/  what was trained, as tensors, and an index of it
+        OUTPUT/batch/  what was trained, as tensors, and an index of it · OUTPUT/resume/step-N/  while it runs
         OUTPUT/round.json  counts; "trained": false when every group is equal: then there is no new checkpoint
 
 Departures from the paper, or choices where it is silent (SPEC.md marks them "ours")
@@ -14,8 +14,9 @@ Departures from the paper, or choices where it is silent (SPEC.md marks them "ou
  5. The schedule runs over all rounds, and the optimizer's moments and step count carry over.
  6. A group whose valid attempts began in different states is left out and counted.
 
-An attempt that infrastructure spoiled is run again by rollout.py; its valid try is taken. A round is short: killed, the
-same command repeats its update, from batch/ if that is whole; finished, it says so and exits 0.
+An attempt that infrastructure spoiled is run again by rollout.py; its valid try is taken. Killed, the round continues from
+the newest resume/step-N on the same command, with the log b of batch/; finished, it says so and exits 0. SIGTERM, SIGINT or
+a file OUTPUT/STOP end it after the current step, with a resume point and exit code 4.
 
     python rl.py --model run/sft-ckpt --rollouts run/round-1 --output run/rl-1 --round 1 --rounds 6
     torchrun --nproc_per_node 8 rl.py --model run/rl-1 --previous run/rl-1 --rollouts run/round-2 \\
@@ -24,6 +25,7 @@ same command repeats its update, from batch/ if that is whole; finished, it says
 
 import argparse
 import random
+import shutil
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -33,9 +35,12 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 import adapters
+import checkpoint
 import loss
+import model
 import trainer
 from batches import Responses, merge_prefix, shuffled
+from pictures import load_pictures
 from records import (
     at_least, TRAIN_SAMPLING, BadInput, Formatter, ImageStore, call_problem, folders, policy_version, read_calls, read_episodes,
     read_json, run_main, save_args, sha256_file, write_json, write_manifest)
@@ -57,7 +62,7 @@ def parse_args():
     g.add_argument("--fresh-optimizer", action="store_true", help="start without the state of the round before")
     g.add_argument("--steps-per-round", type=at_least(1),
                    help="cut the round into so many optimizer steps (count) instead of --global-batch")
-    g.add_argument("--max-responses", type=int, default=16,
+    g.add_argument("--max-responses", type=at_least(1), default=16,
                    help="trained responses per episode, others drawn out (count)")
     g.add_argument("--max-mismatch", type=float, default=0.01,
                    help="share of gated calls (0 to 1) above which the run stops")
@@ -74,12 +79,9 @@ def parse_args():
         p.error(f"--round {args.round} needs --previous (the OUTPUT of round {args.round - 1}), or --fresh-optimizer")
     if args.previous and args.fresh_optimizer:
         p.error("--previous and --fresh-optimizer exclude each other")
-    for name in ("global_batch", "micro_tokens", "max_responses"):
-        if getattr(args, name) < 1:
-            p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
     if args.steps_per_round:
         args.global_batch = None                                       # not what will be done: do not print or save it
-    return args
+    return trainer.check_arguments(p, args)
 
 
 # ---------------------------------------------------------------------------------------------- data
@@ -145,7 +147,7 @@ def credit(episodes, counts):
     return used
 
 
-def ineligible(call, episode, args, version):
+def ineligible(call, episode, args, version, pictures):
     """None, or why this call of a used episode is not trained on (one word, for the counts)."""
     if call_problem(call):
         return "incomplete"
@@ -155,6 +157,8 @@ def ineligible(call, episode, args, version):
         return "too_long"
     if adapters.post_success(episode, call):
         return "post_success"
+    if pictures and pictures.token in call.token_ids:                  # the model would put a picture's features there
+        return "placeholder"
     sent = {k: call.sampling.get(k, "nothing") for k in TRAIN_SAMPLING}
     if sent != TRAIN_SAMPLING:
         wrong = ", ".join(f"{k} {sent[k]} instead of {v}" for k, v in TRAIN_SAMPLING.items() if sent[k] != v)
@@ -166,18 +170,18 @@ def ineligible(call, episode, args, version):
 def choose(used, calls, stores, counts, args, version):
     """Eligible, gated and capped calls of the used episodes: [(episode, advantage, [Call, …])]."""
     import gate
-    tokenizer, chosen, first = gate.load_tokenizer(args.model), [], None
+    tokenizer, pictures, chosen, first = gate.load_tokenizer(args.model), load_pictures(args.model), [], None
     for name in ("calls_compared", "calls_gated", "calls_capped", "calls_trained"):
         counts[name] = 0
     for episode, advantage in used:
         kept = []
         for call in sorted((calls[c] for c in episode.calls if c in calls), key=lambda c: c.turn):
-            reason = ineligible(call, episode, args, version)
+            reason = ineligible(call, episode, args, version, pictures)
             if reason:
                 counts[f"calls_{reason}"] += 1
                 continue
             counts["calls_compared"] += 1
-            mismatch = gate.check(tokenizer, call, stores[call.call_id])
+            mismatch = gate.check(tokenizer, call, stores[call.call_id], pictures)
             if mismatch:
                 counts["calls_gated"] += 1
                 first = first or f"{call.call_id}: {mismatch}"
@@ -201,6 +205,7 @@ def choose(used, calls, stores, counts, args, version):
 
 def build(args, version):
     """Rank 0: writes batch/batch.safetensors, then batch/batch.json. Returns the index."""
+    import gate
     folder = Path(args.output) / "batch"
     files = [f / name for path in args.rollouts for f in folders(path) for name in ("calls.jsonl", "episodes.jsonl")]
     identity = {"policy_version": version, "files": [sha256_file(f) for f in files if f.exists()], "seed": args.seed,
@@ -216,8 +221,8 @@ def build(args, version):
     counts["gate_mismatch"] = counts["calls_gated"] / max(counts["calls_compared"], 1)
     trained = [(c, e, a, len(kept)) for e, a, kept in chosen for c in kept]        # S responses, an episode's by turn
     index = {"identity": identity, "counts": dict(counts), "log_b": False, "responses": [
-        {"call_id": c.call_id, "episode_id": e.episode_id, "turn": c.turn, "reward": e.reward}
-        for c, e, _, _ in trained]}
+        {"call_id": c.call_id, "episode_id": e.episode_id, "turn": c.turn, "reward": e.reward,
+         "pictures": gate.picture_hashes(c.messages)} for c, e, _, _ in trained]}
     if trained:
         calls = [c for c, *_ in trained]
         ints = lambda values: torch.tensor(list(values), dtype=torch.int32)
@@ -235,12 +240,12 @@ def build(args, version):
     return index
 
 
-def load_batch(folder, index):
+def load_batch(folder, index, stores):
     """batch/ -> (Responses, flat tensors): advantage, u (S,) per response; log_q, log_b, entropy (N,) per token."""
     t = load_file(folder / "batch.safetensors")
     cut = lambda ids, lengths: np.split(ids.numpy(), np.cumsum(lengths.numpy())[:-1])
     responses = Responses(cut(t["prompt_ids"], t["prompt_lengths"]), cut(t["token_ids"], t["lengths"]),
-                          [r["episode_id"] for r in index["responses"]])
+                          [r["episode_id"] for r in index["responses"]], [r["pictures"] for r in index["responses"]], stores)
     listed = len(index["responses"])
     assert len(responses.outputs) == listed, f"{folder}: {len(responses.outputs)} responses as tensors, {listed} listed"
     return responses, {**t, "u": loss.response_weights(t["k"])}
@@ -276,8 +281,8 @@ def previous_state(args, version):
 def main():
     args = parse_args()
     output = Path(args.output)
-    if trainer.already_whole(output, "rl", args):
-        return
+    if checkpoint.already_whole(output, "rl", args):
+        return 0
     ranks = trainer.Ranks(args.threads)
 
     # ---- data
@@ -299,30 +304,36 @@ def main():
             write_json(output / "round.json", {**report, "trained": False})
             write_manifest(output, "rl", args, counts)
         ranks.close()
-        return
-    responses, data = load_batch(output / "batch", index)
+        return 0
+    stores = [ImageStore(f / "images") for path in args.rollouts for f in folders(path)]
+    responses, data = load_batch(output / "batch", index, stores)
     batches = make_batches(responses, args)
+    pictures = ranks.on_all(lambda: model.preflight(source, responses, args.global_batch, ranks.world))
+    identity = checkpoint.run_identity(args, batch=index["identity"])
+    resume, first = ranks.on_main(lambda: checkpoint.newest_resume(output, identity))
 
     # ---- model and optimizer
-    model = trainer.load_model(source, ranks, args.attention)
-    responses.check_fits(model, ranks, source)
-    run = trainer.Trainer(model, args, ranks)
+    run = trainer.Trainer(model.load_model(source, ranks, args), args, ranks, pictures)
 
-    # ---- state of the round before
-    if previous:
-        trainer.load_state(Path(previous) / "state", run)
-    if ranks.main:
+    # ---- state: of the killed run, else of the round before
+    if resume or previous:
+        checkpoint.load_state(resume or Path(previous) / "state", run)
+    if resume and ranks.main:
+        print(f"rl: continuing after step {first} from {resume}")
+    elif ranks.main:
         show_first(source, responses, data, index)
 
     # ---- log b: the trainer's own log-probs before the first update, by the forwards that the update will use
-    micros = [run.micro_batches(responses, batch) for batch in batches]
     if not index["log_b"]:
+        assert not resume, f"{resume} was saved, but {output}/batch holds no log b"
         log_b, entropy = torch.zeros_like(data["log_q"]), torch.zeros_like(data["log_q"])    # (N,), (N,)
         with torch.no_grad():
-            for micro in (m for batch in micros for m in batch):
-                b, h = run.logp(micro, entropy=True)
-                log_b[micro.index.cpu()], entropy[micro.index.cpu()] = b.cpu(), h.cpu()
+            for batch in tqdm(batches, desc="log b", disable=None if ranks.main else True):
+                for micro in run.micro_batches(responses, batch):
+                    b, h = run.logp(micro, entropy=True)                               # (N,), (N,) of the micro-batch
+                    log_b[micro.index.cpu()], entropy[micro.index.cpu()] = b.cpu(), h.cpu()
         data["log_b"], data["entropy"] = ranks.sum_(log_b), ranks.sum_(entropy)        # every token is one rank's
+        run.take_work()                                                                # no step's
         if ranks.main:
             save_file({k: v for k, v in data.items() if k != "u"}, output / "batch" / "part")
             (output / "batch" / "part").replace(output / "batch" / "batch.safetensors")
@@ -334,14 +345,15 @@ def main():
     clips = dict(cap=args.cap, eps_lo=args.eps_lo, eps_hi=args.eps_hi, d=args.dual_clip)
 
     # ---- train
-    metrics = trainer.Metrics(output, ranks, len(batches), args.log_every, {
+    metrics = trainer.Metrics(output, ranks, len(batches), args, {
         "loss": "+.4f", "ratio": ".4f", "clip_low": ".1e", "clip_high": ".1e", "grad_norm": ".4f", "lr": ".2e",
         "tokens_per_second": ",.0f"})
-    metrics.keep(0)
-    for step in tqdm(range(len(batches)), disable=None if ranks.main else True, desc="rl"):
+    metrics.keep(first)
+    steps = trainer.Steps(first, len(batches), output, ranks, "rl")
+    for step in steps:
         total_u = float(data["u"][batches[step]].sum())                    # over all ranks and micro-batches
         parts = []
-        for micro in micros[step]:
+        for micro in run.micro_batches(responses, batches[step]):
             logp, i = run.logp(micro), micro.index                         # (N,), (N,)
             part, metric = loss.rl_loss(logp, log_q[i], log_b[i], advantage[i], weight[i], total_u, **clips)
             run.backward(part)
@@ -351,22 +363,25 @@ def main():
         m = trainer.reduce_metrics(parts, ranks, loss.merge_metrics)
         total_loss, tokens = m.pop("loss"), int(responses.lengths[batches[step]].sum())
         assert m["tokens"] == tokens, f"{m['tokens']} targets in the micro-batches, {tokens} in the batch"
-        forward = ranks.gather({"n": sum(micro.tokens.numel() for micro in micros[step])})
         mine = torch.cat([torch.arange(responses.start[s], responses.start[s + 1]) for s in batches[step]])
         metrics.log({"step": step + 1, "total_step": run.steps, "loss": total_loss, "lr": lr, **norms,
                      **loss.per_token(m), "entropy_before": float(entropy[mine].mean()),
-                     "responses": len(batches[step]), **{k: counts[k] for k in ROUND_METRICS},
-                     "forward_tokens": sum(part["n"] for part in forward)})
+                     "responses": len(batches[step]), **{k: counts[k] for k in ROUND_METRICS}}, run.take_work())
+        if args.save_every and (step + 1) % args.save_every == 0 and step + 1 < len(batches):
+            checkpoint.save_resume(output, run, step + 1, identity)
+    if steps.stopped:
+        return checkpoint.stop(output, run, steps, identity)
 
     # ---- save
-    extra = {"stage": "rl", "round": args.round, "rounds": args.rounds}
-    new = trainer.save_checkpoint(output, run, source, extra, args.save_dtype)
+    version = checkpoint.save_checkpoint(output, run, source, {"stage": "rl", "round": args.round, "rounds": args.rounds})
     if ranks.main:
         write_json(output / "round.json", {**report, "trained": True, "steps": len(batches), "total_steps": run.steps,
-                                           "policy_version": new})
-        write_manifest(output, "rl", args, {**counts, "steps": len(batches), "policy_version": new})
-        print(f"rl: round {args.round}/{args.rounds}, {len(batches)} steps -> {output}, policy version {new}")
+                                           "policy_version": version})
+        write_manifest(output, "rl", args, {**counts, "steps": len(batches), "policy_version": version})
+        shutil.rmtree(output / "resume", ignore_errors=True)
+        print(f"rl: round {args.round}/{args.rounds}, {len(batches)} steps -> {output}, policy version {version}")
     ranks.close()
+    return 0
 
 
 def show_first(source, responses, data, index):

@@ -1,6 +1,6 @@
 """Stage 1: supervised fine-tuning on student contexts and the teacher's (rewritten) responses (SPEC.md §2, loss (3)).
 
-Reads   sft.jsonl (rewrite.py) and a base checkpoint
+Reads   sft.jsonl and images/ beside it (rewrite.py), a base checkpoint
 Writes  OUTPUT/  a Hugging Face checkpoint · metrics.jsonl · state/ (float32 weights, optimizer state) · manifest.json
         OUTPUT/resume/step-N/  while it runs
 
@@ -9,7 +9,8 @@ Departures from the paper, or choices where it is silent
  2. Responses of an episode whose prompts extend each other share one forward row (batches.merge_prefix): same loss.
  3. Learning rate, batch and schedule of the paper's SFT are not published; the defaults are ours.
 
-Killed, it continues from the newest resume/step-N on the same command; finished, it says so and exits 0.
+Killed, it continues from the newest resume/step-N on the same command; finished, it says so and exits 0. SIGTERM, SIGINT
+or a file OUTPUT/STOP end it after the current step, with a resume point and exit code 4.
 
     python sft.py --model run/base --data run/sft/sft.jsonl --output run/sft-ckpt
     torchrun --nproc_per_node 8 sft.py --model Qwen/Qwen3.5-9B --data run/sft/sft.jsonl --output run/sft-ckpt
@@ -22,12 +23,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
+import checkpoint
 import loss
+import model
 import trainer
 from batches import Responses, merge_prefix, shuffled
-from records import at_least, BadInput, Formatter, read_json, read_jsonl, run_main, save_args, sha256_file, write_manifest
+from records import (
+    at_least, BadInput, Formatter, ImageStore, read_jsonl, run_main, save_args, sha256_file, write_manifest)
 
 
 def parse_args():
@@ -37,16 +40,10 @@ def parse_args():
     p.add_argument("--output", required=True, help="checkpoint folder to write")
     trainer.add_arguments(p, lr=1e-5, global_batch=128)
     g = p.add_argument_group("sft")
-    g.add_argument("--epochs", type=int, default=1, help="passes over the data (count)")
+    g.add_argument("--epochs", type=at_least(1), default=1, help="passes over the data (count)")
     g.add_argument("--max-steps", type=at_least(0), default=0,
                    help="end of the run and its schedule (optimizer steps; 0: all epochs)")
-    g.add_argument("--save-every", type=at_least(0), default=200,
-                   help="resume point every so many optimizer steps (count; 0: none)")
-    args = p.parse_args()
-    for name in ("global_batch", "micro_tokens", "epochs"):
-        if getattr(args, name) < 1:
-            p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
-    return args
+    return trainer.check_arguments(p, p.parse_args())
 
 
 # ---------------------------------------------------------------------------------------------- data
@@ -67,13 +64,13 @@ def read_data(args):
             counts["used"] += 1
             counts[f"source_{row.get('source', 'unknown')}"] += 1
             rows.append((row["episode_id"], row["turn"], np.array(row["prompt_token_ids"], dtype=np.int32),
-                         np.array(row["token_ids"], dtype=np.int32)))
+                         np.array(row["token_ids"], dtype=np.int32), row.get("pictures", [])))
     if not rows:
         raise BadInput(f"{args.data}: none of {counts['rows']} rows can be used ({counts['empty']} without a target, "
                        f"{counts['too_long']} longer than --max-length {args.max_length} tokens)")
     rows.sort(key=lambda row: row[:2])                                # the order of the file does not matter
-    episodes, _, prompts, outputs = zip(*rows, strict=True)
-    responses = Responses(prompts, outputs, episodes)
+    episodes, _, prompts, outputs, pictures = zip(*rows, strict=True)
+    responses = Responses(prompts, outputs, episodes, pictures, [ImageStore(Path(args.data).parent / "images")])
     counts["episodes"], counts["target_tokens"] = len(set(episodes)), int(responses.lengths.sum())
     return responses, counts
 
@@ -98,49 +95,42 @@ def make_batches(responses, args):
 def main():
     args = parse_args()
     output = Path(args.output)
-    if trainer.already_whole(output, "sft", args):
-        return
+    if checkpoint.already_whole(output, "sft", args):
+        return 0
     ranks = trainer.Ranks(args.threads)
 
     # ---- data
-    source = ranks.on_main(lambda: trainer.checkpoint_folder(args.model))
+    source = ranks.on_main(lambda: model.checkpoint_folder(args.model))
     responses, counts = ranks.on_all(lambda: read_data(args))
     batches = make_batches(responses, args)
+    pictures = ranks.on_all(lambda: model.preflight(source, responses, args.global_batch, ranks.world))
+    identity = checkpoint.run_identity(args, data_sha256=sha256_file(args.data))
+    resume, first = ranks.on_main(lambda: checkpoint.newest_resume(output, identity))
     if ranks.main:
         save_args(output, "sft", args)
         shown = " | ".join(f"{k} {v:,}" for k, v in counts.items())
         print(f"sft: {shown} | {len(batches)} steps on {ranks.world} ranks")
 
     # ---- model and optimizer
-    model = trainer.load_model(source, ranks, args.attention)
-    responses.check_fits(model, ranks, source)
-    run = trainer.Trainer(model, args, ranks)
+    run = trainer.Trainer(model.load_model(source, ranks, args), args, ranks, pictures)
 
-    # ---- resume
-    identity = {k: str(v) for k, v in sorted(vars(args).items()) if k not in trainer.FREE}
-    identity["data_sha256"] = sha256_file(args.data)
-    resume = ranks.on_main(lambda: trainer.newest_resume(output))
+    # ---- state: of the killed run, else none
     if resume:
-        before = ranks.on_main(lambda: read_json(resume / "trainer_state.json")["identity"])
-        changed = [k for k, v in before.items() if identity.get(k) != v]
-        if changed:
-            ranks.stop(f"{resume}: the interrupted run had other {', '.join(changed)}; give the same command, or "
-                       f"delete {output}/resume")
-        trainer.load_state(resume, run)
+        checkpoint.load_state(resume, run)
         if ranks.main:
-            print(f"sft: continuing after step {run.steps} from {resume}")
-    if ranks.main and not resume:
+            print(f"sft: continuing after step {first} from {resume}")
+    elif ranks.main:
         show_first(source, responses, batches[0])
 
     # ---- train
-    metrics = trainer.Metrics(output, ranks, len(batches), args.log_every, {
+    metrics = trainer.Metrics(output, ranks, len(batches), args, {
         "loss": ".4f", "grad_norm": ".3f", "lr": ".2e", "tokens_per_second": ",.0f"})
-    metrics.keep(run.steps)
-    for step in tqdm(range(run.steps, len(batches)), disable=None if ranks.main else True, desc="sft"):
-        micros = run.micro_batches(responses, batches[step])
+    metrics.keep(first)
+    steps = trainer.Steps(first, len(batches), output, ranks, "sft")
+    for step in steps:
         total_tokens = int(responses.lengths[batches[step]].sum())        # over all ranks and micro-batches
         parts = []
-        for micro in micros:
+        for micro in run.micro_batches(responses, batches[step]):
             logp = run.logp(micro)                                        # (N,)
             part, metric = loss.sft_loss(logp, torch.ones_like(logp, dtype=torch.bool), total_tokens)
             run.backward(part)
@@ -149,19 +139,21 @@ def main():
         norms = run.step(lr)
         m = trainer.reduce_metrics(parts, ranks, loss.merge_metrics)
         assert m["tokens"] == total_tokens, f"{m['tokens']} targets in the micro-batches, {total_tokens} in the batch"
-        forward = ranks.gather({"n": sum(micro.tokens.numel() for micro in micros)})
         metrics.log({"step": step + 1, "loss": m["nll"] / total_tokens, "lr": lr, **norms, "tokens": total_tokens,
-                     "responses": len(batches[step]), "forward_tokens": sum(part["n"] for part in forward)})
-        if args.save_every and run.steps % args.save_every == 0 and run.steps < len(batches):
-            trainer.save_resume(output, run, {"identity": identity})
+                     "responses": len(batches[step])}, run.take_work())
+        if args.save_every and (step + 1) % args.save_every == 0 and step + 1 < len(batches):
+            checkpoint.save_resume(output, run, step + 1, identity)
+    if steps.stopped:
+        return checkpoint.stop(output, run, steps, identity)
 
     # ---- save
-    version = trainer.save_checkpoint(output, run, source, {"stage": "sft"}, args.save_dtype)
+    version = checkpoint.save_checkpoint(output, run, source, {"stage": "sft"})
     if ranks.main:
-        shutil.rmtree(output / "resume", ignore_errors=True)
         write_manifest(output, "sft", args, {**counts, "steps": run.steps, "policy_version": version})
+        shutil.rmtree(output / "resume", ignore_errors=True)
         print(f"sft: {run.steps} steps -> {output}, policy version {version}")
     ranks.close()
+    return 0
 
 
 def show_first(source, responses, batch):

@@ -1,24 +1,23 @@
-"""What sft.py and rl.py share: ranks, log-probs, optimizers, checkpoints, resume. (Rows and micro-batches: batches.py.)
+"""What sft.py and rl.py share: arguments, ranks, optimizers, the step, stopping, logging.
+
+Beside it: model.py (network and log-probs), batches.py (rows and micro-batches), checkpoint.py (what stays on disk).
 
 One process on a CPU has no process group. Under torchrun (gloo on CPUs, NCCL on GPUs), and on any GPU, the model is
 sharded with FSDP2. Parameters, gradients and optimizer state are float32; compute is bfloat16 on GPUs, float32 on CPUs.
 
-Nothing is drawn at random while training: batches come from seeds, dropout is off. So a resumed run needs weights,
-optimizer state and position alone, and on one CPU process it repeats the uninterrupted run bit for bit.
-
 Shapes:  B rows, T padded length of a micro-batch | N its target tokens, laid end to end | V vocabulary.
 """
 
+import importlib.util
 import json
 import math
 import os
-import shutil
+import signal
 import sys
+import threading
 import time
-import warnings
 from datetime import timedelta
 from pathlib import Path
-from types import MethodType
 
 import torch
 import torch.distributed as dist
@@ -26,34 +25,22 @@ from torch.optim._muon import Muon, _adjust_lr, _zeropower_via_newtonschulz
 from tqdm import tqdm
 
 from batches import merge_prefix, pack, plan_micro_batches
-from records import at_least, BadInput, policy_version, read_json, read_jsonl, write_json
+from model import flop_counter, peak_flops
+from records import at_least, BadInput, read_jsonl
 
 
 # arguments that change how a run is computed or shown, not its result: they may differ when a command is repeated
-FREE = ("threads", "log_every", "micro_tokens", "no_prefix_merge", "attention", "output", "save_every")
-
-
-def already_whole(output, stage, args):
-    """True (and says so) if `output` holds this very run, finished. BadInput if it holds one with other arguments."""
-    if not (output / "manifest.json").exists():
-        return False
-    before = read_json(output / "manifest.json")["arguments"]
-    now = json.loads(json.dumps(vars(args), default=str))
-    for name in sorted(before.keys() | now.keys()):
-        if name not in FREE and before.get(name) != now.get(name):
-            raise BadInput(f"{output}: holds a finished run with {name}={before.get(name)!r}, this command says {now.get(name)!r}; "
-                           "give another --output")
-    print(f"{stage}: {output} is already whole")
-    return True
+FREE = ("threads", "log_every", "micro_tokens", "no_prefix_merge", "attention", "recompute", "output", "save_every", "keep",
+        "tensorboard")
 
 
 def add_arguments(p, lr, global_batch):
     """The arguments that sft.py and rl.py share; lr and global_batch: the stage's own defaults."""
     g = p.add_argument_group("batches")
-    g.add_argument("--global-batch", type=int, default=global_batch,
+    g.add_argument("--global-batch", type=at_least(1), default=global_batch,
                    help="responses per optimizer step, over all ranks (count)")
-    g.add_argument("--micro-tokens", type=int, default=8192, help="padded tokens per forward on one rank (tokens)")
-    g.add_argument("--max-length", type=int, default=32768,
+    g.add_argument("--micro-tokens", type=at_least(1), default=8192, help="padded tokens per forward on one rank (tokens)")
+    g.add_argument("--max-length", type=at_least(2), default=32768,
                    help="longer prompt + response is left out, counted (tokens)")
     g.add_argument("--no-prefix-merge", action="store_true",
                    help="one row per response, even where prompts extend each other")
@@ -63,18 +50,39 @@ def add_arguments(p, lr, global_batch):
     g.add_argument("--lr", type=float, default=lr, help="peak learning rate")
     g.add_argument("--schedule", choices=("constant", "linear", "cosine", "wsd"), default="constant",
                    help="decay to 0 over the whole run; wsd: over its last 30 %%")
-    g.add_argument("--warmup", type=int, default=0, help="linear warm-up (optimizer steps)")
+    g.add_argument("--warmup", type=at_least(0), default=0, help="linear warm-up (optimizer steps)")
     g.add_argument("--weight-decay", type=float, default=0.0, help="decoupled, not on embeddings and vectors")
     g.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95), metavar="B", help="AdamW moments (ours)")
     g.add_argument("--clip", type=float, default=1.0, help="largest global gradient norm")
+    g.add_argument("--train-vision", action="store_true", help="train the vision tower too (default: frozen)")
     g = p.add_argument_group("run")
     g.add_argument("--seed", type=int, default=0,
                    help="of the order of episodes; rl.py: also of the draw of --max-responses")
-    g.add_argument("--threads", type=int, default=0, help="CPU threads per rank (0: torch's own choice)")
+    g.add_argument("--threads", type=at_least(0), default=0, help="CPU threads per rank (0: torch's own choice)")
     g.add_argument("--attention", default="sdpa", help="attention implementation of transformers")
+    g.add_argument("--recompute", choices=("auto", "on", "off"), default="auto",
+                   help="activation checkpointing: keep one hidden state per block; auto: on GPUs")
     g.add_argument("--save-dtype", choices=("auto", "float32", "bfloat16"), default="auto",
                    help="of the saved checkpoint; auto: bfloat16 on GPUs, float32 on CPUs")
+    g.add_argument("--save-every", type=at_least(0), default=100,
+                   help="resume point every so many optimizer steps (count; 0: only when stopped)")
+    g.add_argument("--keep", type=at_least(1), default=2, help="newest resume points that stay (count)")
     g.add_argument("--log-every", type=at_least(1), default=1, help="print a line every so many optimizer steps (count)")
+    g.add_argument("--tensorboard", action="store_true", help="also write OUTPUT/tensorboard (needs that package)")
+
+
+def check_arguments(p, args):
+    """Refuses what no parser type can see; to be called at the end of a stage's parse_args."""
+    if args.tensorboard and not importlib.util.find_spec("tensorboard"):
+        p.error("--tensorboard: the package is not installed; pip install tensorboard, or leave it out (metrics.jsonl has all)")
+    for name in ("lr", "weight_decay"):
+        if not 0 <= getattr(args, name) < math.inf:
+            p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected a number from 0")
+    if not args.clip > 0:
+        p.error(f"--clip {args.clip}: expected a number above 0 (inf: no clipping)")
+    if not all(0 <= beta < 1 for beta in args.betas):
+        p.error(f"--betas {' '.join(map(str, args.betas))}: expected two numbers from 0 to below 1")
+    return args
 
 
 # ---------------------------------------------------------------------------------------------- ranks
@@ -93,45 +101,44 @@ class Ranks:
             torch.cuda.set_device(self.device)
         if self.sharded and not dist.is_initialized():      # a long time-out: rank 0 gates and saves while others wait
             alone = {} if self.world > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=2),
-                                    device_id=self.device if cuda else None, **alone)
+            # Numbers and sentences go through gloo: no GPU memory is taken, and no NCCL watchdog runs, before the model is loaded.
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=2), **alone)
         self.main = self.rank == 0
 
     def gather(self, values):
         """dict of numbers -> list of the ranks' dicts (same keys, same order everywhere), as floats."""
         if self.world == 1:
             return [values]
-        mine = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
+        mine = torch.tensor(list(values.values()), dtype=torch.float64)
         parts = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(parts, mine)
         return [dict(zip(values, part.tolist(), strict=True)) for part in parts]
 
     def sum_(self, tensor):
-        """Sums a tensor over ranks in place and returns it."""
+        """Sums a CPU tensor over ranks in place and returns it."""
         if self.world > 1:
-            moved = tensor.to(self.device)
-            dist.all_reduce(moved)
-            tensor.copy_(moved)
+            dist.all_reduce(tensor)
         return tensor
 
     def barrier(self):
-        if self.world > 1:
-            dist.barrier()
+        self.sum_(torch.zeros(1))
 
-    def on_main(self, function):
-        """Runs `function` on rank 0, gives its (small) result to all; a BadInput there stops all, printed once."""
+    def on_main(self, function, share=True):
+        """Runs `function` on rank 0 and gives its (small) result to all, or with share=False None to the others; a BadInput
+        there stops all, printed once."""
         if self.world == 1:
             return function()
-        box = [None, None]
+        result = sentence = None
         if self.main:
             try:
-                box[0] = function()
+                result = function()
             except BadInput as e:
-                box[1] = str(e)
+                sentence = str(e)
+        box = [result if share else None, sentence]
         dist.broadcast_object_list(box, src=0)
         if box[1] is not None:
             self.stop(box[1])
-        return box[0]
+        return result if self.main else box[0]
 
     def on_all(self, function):
         """Runs `function` on every rank (its result is too large to send); a BadInput on any of them stops all ranks,
@@ -157,81 +164,16 @@ class Ranks:
 
     def close(self):
         if self.sharded:
-            dist.barrier()
+            self.barrier()
             dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------------------------------- model
-
-def checkpoint_folder(name):
-    """A folder as it is; a hub name is downloaded (Qwen/Qwen3.5-9B) and its folder returned."""
-    if Path(name).is_dir():
-        return Path(name)
-    if name.count("/") != 1 or name.startswith((".", "/")):
-        raise BadInput(f"{name}: no such checkpoint folder; run the stage that writes it, or give a hub name, "
-                       "owner/model")
-    from huggingface_hub import snapshot_download
-    return Path(snapshot_download(name))
-
-
-def target_logp(model, tokens, where, targets, entropy=False):
-    """log π of target tokens at temperature 1, float32 (N,); if asked for, also entropies (N,) in nats, no gradient.
-
-    Only target positions meet the vocabulary: hidden states (B, T, H) -> (N, H) -> logits (N, V). No attention mask:
-    padding stands on the right, where a causal model never looks.
-    """
-    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state        # (B, T, H)
-    logits = model.get_output_embeddings()(hidden.flatten(0, 1)[where]).float()           # (N, V)
-    norm = logits.logsumexp(-1)                                                           # (N,)
-    logp = logits.gather(-1, targets[:, None]).squeeze(-1) - norm                         # (N,)
-    if not entropy:
-        return logp
-    with torch.no_grad():
-        return logp, norm - (logits.softmax(-1) * logits).sum(-1)                         # H = log Σe^z - Σ p z
-
-
-def load_model(folder, ranks, attention="sdpa"):
-    """Checkpoint folder -> model with float32 parameters and `target_logp`, sharded if there is a process group."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-    logging.disable_progress_bar()
-    if not (Path(folder) / "config.json").exists():
-        ranks.stop(f"{folder}: not a checkpoint folder (no config.json); run the stage that writes it")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
-    model.eval()                # no dropout, or π/b would not be 1 before the first update; gradients flow as usual
-    with torch.no_grad():       # some models scale or cap logits behind the head; target_logp would be wrong for them
-        probe = torch.arange(4)[None] % model.config.get_text_config().vocab_size         # (1, 4)
-        ours = model.get_output_embeddings()(model.base_model(input_ids=probe, use_cache=False).last_hidden_state)
-        if not torch.allclose(ours, model(input_ids=probe, use_cache=False).logits, atol=1e-4):
-            ranks.stop(f"{folder}: {type(model).__name__} changes its logits behind the output head, which "
-                       "trainer.target_logp does not; choose another model, or add that step there")
-    model.target_logp = MethodType(target_logp, model)
-    if not ranks.sharded:
-        return model
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-    half = torch.bfloat16 if ranks.device.type == "cuda" else None
-    mesh = dist.device_mesh.init_device_mesh(ranks.device.type, (dist.get_world_size(),))
-    policy = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)}
-    for layer in decoder_layers(model):
-        fully_shard(layer, **policy)
-    fully_shard(model, **policy)    # root group: embedding, last norm and head together, as tied weights demand
-    register_fsdp_forward_method(model, "target_logp")
-    return model
-
-
-def decoder_layers(model):
-    """The ModuleList of transformer blocks, whatever the model calls it."""
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
-    assert lists, f"{type(model).__name__} has no ModuleList of layers to shard"
-    return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
-
+# ---------------------------------------------------------------------------------------------- optimizers
 
 def full(tensor):
     """A DTensor -> the whole tensor on every rank (a collective); a plain tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, dist.tensor.DTensor) else tensor
 
-
-# ---------------------------------------------------------------------------------------------- optimizers
 
 class ShardedMuon(Muon):
     """torch's Muon, also for sharded matrices. Newton-Schulz needs the whole matrix: each update is gathered, made
@@ -279,23 +221,50 @@ def lr_at(args, step, progress):
     return args.lr * warm * decay
 
 
-class Trainer:
-    """Model, optimizers and the count of steps taken."""
+# ---------------------------------------------------------------------------------------------- the step
 
-    def __init__(self, model, args, ranks):
-        self.model, self.args, self.ranks = model, args, ranks
+class MicroBatches:
+    """This rank's micro-batches of one optimizer batch. Each is packed when its turn comes, every time anew: the pixels of a
+    round would not fit into memory."""
+
+    def __init__(self, slots, pack):
+        self.slots, self.pack = slots, pack
+
+    def __len__(self):
+        return len(self.slots)
+
+    def __iter__(self):
+        return map(self.pack, self.slots)
+
+
+class Trainer:
+    """Model, optimizers, and what was done: `steps` optimizer steps (over all rounds), the last one at `lr`."""
+
+    def __init__(self, model, args, ranks, pictures=None):
+        """pictures: pictures.Pictures of the checkpoint, or None if it has no vision tower."""
+        self.model, self.args, self.ranks, self.pictures = model, args, ranks, pictures
         self.optimizers = make_optimizers(model, args)
-        self.steps = 0
+        self.flops = flop_counter(model)
+        self.steps, self.lr, self.work = 0, 0.0, {"forward_tokens": 0, "flops": 0}
 
     def micro_batches(self, responses, chosen):
-        """The micro-batches that this rank runs for one optimizer batch."""
+        """The MicroBatches that this rank runs for one optimizer batch; all ranks have equally many."""
         rows = merge_prefix(responses, chosen, not self.args.no_prefix_merge)
         plan = plan_micro_batches(rows, self.args.micro_tokens, self.ranks.world)
-        return [pack(slot[self.ranks.rank], responses, self.ranks.device) for slot in plan]
+        return MicroBatches([slot[self.ranks.rank] for slot in plan],
+                            lambda rows: pack(rows, responses, self.ranks.device, self.pictures))
 
     def logp(self, micro, entropy=False):
         """(N,) log π of the micro-batch's target tokens; with entropy=True also (N,) entropies."""
-        return self.model.target_logp(micro.tokens, micro.where, micro.targets, entropy)
+        self.work["forward_tokens"] += micro.tokens.numel()
+        self.work["flops"] += self.flops(micro.lengths, len(micro.where))
+        return self.model.target_logp(micro.tokens, micro.where, micro.targets, micro.pictures, entropy)
+
+    def take_work(self):
+        """{forward_tokens: padded tokens, flops} of all ranks since the last call."""
+        parts = self.ranks.gather(self.work)
+        self.work = dict.fromkeys(self.work, 0)
+        return {k: sum(part[k] for part in parts) for k in self.work}
 
     def backward(self, loss):
         """Adds the gradient of this rank's part of the loss. FSDP2 averages over ranks; the parts are to be summed."""
@@ -318,7 +287,7 @@ class Trainer:
                 group["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
-        self.steps += 1
+        self.steps, self.lr = self.steps + 1, lr
         if not measure:
             return {"grad_norm": norm}
         after = [local(p.detach()) for p in params]
@@ -339,111 +308,63 @@ def reduce_metrics(parts, ranks, merge):
     return merge(ranks.gather(mine))
 
 
-# ---------------------------------------------------------------------------------------------- state and checkpoints
+# ---------------------------------------------------------------------------------------------- stopping
 
-def save_state(folder, trainer, extra):
-    """Weights (float32) and optimizer state as torch's distributed checkpoint; then trainer_state.json with `extra` and
-    the step count. All ranks call it."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-    model, optim = get_state_dict(trainer.model, trainer.optimizers)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")   # one process, on purpose
-        dcp.save({"model": model, "optim": optim}, checkpoint_id=str(folder))
-    if trainer.ranks.main:
-        write_json(Path(folder) / "trainer_state.json", {"steps": trainer.steps, **extra})
+class Steps:
+    """The optimizer steps first … total-1 of a stage, with a progress bar. SIGTERM, SIGINT or a file named STOP in the output
+    ends them between two steps, on all ranks together; `stopped` then says by what, and `done` how many are done."""
 
+    def __init__(self, first, total, output, ranks, stage):
+        self.first, self.total, self.file, self.ranks, self.stage = first, total, Path(output) / "STOP", ranks, stage
+        self.done, self.stopped, self.signal, self.arrived = first, None, 0, 0.0
 
-def load_state(folder, trainer):
-    """Restores what save_state wrote, on any number of ranks; returns its `extra`."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    extra = read_json(Path(folder) / "trainer_state.json")
-    model, optim = get_state_dict(trainer.model, trainer.optimizers)      # gives an optimizer without state its zeros
-    state = {"model": model, "optim": optim}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, checkpoint_id=str(folder))
-    set_state_dict(trainer.model, trainer.optimizers, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    trainer.steps = extra["steps"]
-    return extra
+    def __iter__(self):
+        handlers = {}
+        if threading.current_thread() is threading.main_thread():          # others cannot have handlers
+            handlers = {n: signal.signal(n, self._arrived) for n in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            for step in tqdm(range(self.first, self.total), initial=self.first, total=self.total, desc=self.stage,
+                             disable=None if self.ranks.main else True):
+                self.stopped = self._asked()
+                if self.stopped:
+                    return
+                yield step
+                self.done = step + 1
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
+    def _arrived(self, number, frame):
+        """A signal; a second one, later than 2 s after it (schedulers may deliver one twice), ends the process as it stands."""
+        if not self.signal:
+            self.signal, self.arrived = number, time.monotonic()
+        elif time.monotonic() - self.arrived > 2:
+            os._exit(128 + number)
 
-def save_resume(output, trainer, extra, keep=2):
-    """A state under <output>/resume/step-N, renamed into place when it is whole; the newest `keep` stay."""
-    folder = Path(output) / "resume"
-    part, final = folder / "part", folder / f"step-{trainer.steps:08d}"
-    if trainer.ranks.main:
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.rmtree(final, ignore_errors=True)
-        part.mkdir(parents=True)
-    trainer.ranks.barrier()
-    save_state(part, trainer, extra)
-    trainer.ranks.barrier()
-    if trainer.ranks.main:
-        part.rename(final)
-        for old in sorted(folder.glob("step-*"))[:-keep]:
-            shutil.rmtree(old)
-    trainer.ranks.barrier()
-
-
-def newest_resume(output):
-    """The newest whole state under <output>/resume, or None."""
-    return max((Path(output) / "resume").glob("step-*"), default=None)
-
-
-def save_checkpoint(output, trainer, source, extra, dtype="auto"):
-    """<output>/: a checkpoint for transformers and vLLM, and <output>/state/ for the next round. Returns the policy
-    version.
-
-    All is written to <output>/part/ first; config.json moves last, and without it a folder is no checkpoint to anybody.
-    source: the folder the model came from; its tokenizer, template and generation config are copied byte for byte.
-    """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-    output, model, ranks = Path(output), trainer.model, trainer.ranks
-    if dtype == "auto":
-        dtype = "bfloat16" if ranks.device.type == "cuda" else "float32"
-    part, version = output / "part", None
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)                # a collective; {} but on rank 0
-    if ranks.main:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        for alias, name in (getattr(model, "_tied_weights_keys", None) or {}).items():
-            if model.config.get_text_config().tie_word_embeddings and alias in weights:
-                assert torch.equal(weights[alias], weights[name]), f"{alias} and {name} are tied but differ"
-                del weights[alias]
-        model.save_pretrained(part, state_dict={k: v.to(getattr(torch, dtype)) for k, v in weights.items()})
-        config = read_json(part / "config.json")           # transformers wrote the dtype of the model in memory
-        for section in [config, *(v for v in config.values() if isinstance(v, dict) and "dtype" in v)]:
-            section["dtype"] = dtype
-        write_json(part / "config.json", config)
-        ours = ("config.json", "manifest.json", "args.json", "round.json", "model.safetensors.index.json")
-        for path in Path(source).iterdir():
-            if path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in ours:
-                shutil.copyfile(path, part / path.name)
-        version = policy_version(part)
-    ranks.barrier()
-    save_state(part / "state", trainer, {**extra, "policy_version": version})
-    ranks.barrier()
-    if ranks.main:
-        shutil.rmtree(output / "state", ignore_errors=True)
-        for path in sorted(part.iterdir(), key=lambda p: p.name == "config.json"):
-            path.replace(output / path.name)
-        part.rmdir()
-    ranks.barrier()
-    return version
+    def _asked(self):
+        parts = self.ranks.gather({"signal": self.signal, "file": self.ranks.main and self.file.exists()})
+        number = int(max(part["signal"] for part in parts))
+        if number:
+            return signal.Signals(number).name
+        return f"{self.file} (delete it)" if parts[0]["file"] else None
 
 
 # ---------------------------------------------------------------------------------------------- logging
 
 class Metrics:
-    """metrics.jsonl: one object a step, keys frozen by the first; a printed line every few steps. Rank 0 only."""
+    """metrics.jsonl: one object a step, keys frozen by the first; a printed line every few steps; TensorBoard on request.
+    Rank 0 only."""
 
-    def __init__(self, folder, ranks, steps, every, shown):
+    def __init__(self, folder, ranks, steps, args, shown):
         """steps: how many there will be (for the printed count); shown: {key: format} of the printed line."""
         self.path, self.main = Path(folder) / "metrics.jsonl", ranks.main
-        self.total, self.every, self.shown = steps, every, shown
+        self.total, self.every, self.shown = steps, args.log_every, shown
+        peak = peak_flops(ranks.device)
+        self.peak = peak and peak * ranks.world                        # FLOP/s of all ranks, None where it is not known
+        self.board = None
+        if args.tensorboard and self.main:
+            from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(str(Path(folder) / "tensorboard"))
         self.keys, self.clock = None, time.perf_counter()
 
     def keep(self, steps):
@@ -454,18 +375,25 @@ class Metrics:
             part.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= steps))
             part.replace(self.path)
 
-    def log(self, row):
+    def log(self, row, work):
+        """row: {"step", …}; work: Trainer.take_work() of the step. mfu: share of the GPUs' dense bfloat16 peak."""
         now = time.perf_counter()
-        row = {**row, "seconds": now - self.clock, "tokens_per_second": row["forward_tokens"] / (now - self.clock)}
-        self.clock = now
+        seconds, self.clock = now - self.clock, now
+        row = {**row, "forward_tokens": int(work["forward_tokens"]), "seconds": seconds,
+               "tokens_per_second": work["forward_tokens"] / seconds,
+               "mfu": work["flops"] / seconds / self.peak if self.peak else None}
         if not self.main:
             return
         self.keys = self.keys or list(row)
         assert list(row) == self.keys, f"metrics changed: {sorted(set(row) ^ set(self.keys))}"
         with open(self.path, "a") as f:
             f.write(json.dumps({k: round(v, 9) if isinstance(v, float) else v for k, v in row.items()}) + "\n")
+        for k, v in row.items() if self.board else ():
+            if k != "step" and v is not None:
+                self.board.add_scalar(k, v, row["step"])
         if row["step"] % self.every == 0 or row["step"] == self.total:
-            line = " | ".join(f"{k} {row[k]:{f}}" for k, f in self.shown.items())
+            shown = {**self.shown, **({"mfu": ".1%"} if self.peak else {})}
+            line = " | ".join(f"{k} {row[k]:{f}}" for k, f in shown.items())
             tqdm.write(f"step {row['step']:>5}/{self.total} | {line}")
 
 

@@ -200,7 +200,7 @@ def test_pictures(tokenizer, images):
     assert gate.check(tokenizer, call, images).cause == "picture"
     call.messages[4]["content"][1]["sha256"] = "0" * 64    # reference to a picture that was never stored
     assert gate.check(tokenizer, call, images).cause == "picture"
-    with pytest.raises(gate.MissingPicture):
+    with pytest.raises(gate.PictureError):
         gate.render_prompt(tokenizer, call.messages, TOOLS, {}, images)
 
 

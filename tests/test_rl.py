@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 import adapters
-import gate
+import checkpoint
+import model
 import rl
 import trainer
-from records import BadInput, ImageStore, policy_version
+from records import BadInput, policy_version
 from test_trainer import ROOT, assert_equal_weights, record_round, run_main, run_ranks, run_script, weights, write_round
 
 GROUPS = {("s/0", 11): [1, 0, 1, 0, 0, 1], ("s/1", 12): [1, 0, None, 0], ("s/2", 13): [0, 0, 0], ("s/3", 14): [1, None, None],
@@ -101,7 +102,7 @@ def test_finished_round_is_left_alone_and_a_killed_one_reuses_its_batch(updated,
     def killed(*_):
         raise KeyboardInterrupt
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-        m.setattr(trainer, "save_checkpoint", killed)
+        m.setattr(checkpoint, "save_checkpoint", killed)
         update(tiny_dir, recorded[0], tmp_path / "out", *argv)
     assert not (tmp_path / "out" / "config.json").exists()
     with monkeypatch.context() as m:
@@ -185,9 +186,9 @@ def test_two_rounds_carry_step_count_moments_and_schedule(tiny_dir, recorded, tm
     args = rl.parse_args()
     sys.argv = saved
     ranks = trainer.Ranks()
-    run = trainer.Trainer(trainer.load_model(tiny_dir, ranks), args, ranks)
+    run = trainer.Trainer(model.load_model(tiny_dir, ranks, args), args, ranks)
     for args.round, folder, lrs in ((1, first, (0, 0)), (2, tmp_path / "rl-2", (0.5e-3, 0.25e-3))):
-        responses, data = rl.load_batch(folder / "batch", json.loads((folder / "batch" / "batch.json").read_text()))
+        responses, data = rl.load_batch(folder / "batch", json.loads((folder / "batch" / "batch.json").read_text()), [])
         weight = rl.loss.token_weights(responses.lengths, data["u"])
         A = torch.repeat_interleave(data["advantage"], responses.lengths)
         for batch, lr in zip(rl.make_batches(responses, args), lrs, strict=True):
@@ -254,19 +255,13 @@ def test_sigkill_and_the_same_command_equal_an_uninterrupted_round(tiny_dir, tmp
 
 
 def test_sharded_round_trains_as_the_whole_one(tiny_dir, recorded, tmp_path):
-    """Every third episode and its calls in a shard; one call has a picture, which lies in its own shard's images/."""
+    """Every third episode and its calls in a shard (pictures in their own shard's images/: test_vision.py)."""
     episodes, calls = ([copy.deepcopy(r) for r in records] for records in recorded[1:])
-    call, png = next(c for c in calls if c.call_id == "s-0-11-0/1"), b"\x89PNG a picture"
-    sha = ImageStore(tmp_path / "whole" / "images").put(png)
-    call.messages[0]["content"] = [{"type": "text", "text": "Look."}, {"type": "image", "sha256": sha}]
-    call.prompt_token_ids = gate.render_prompt(gate.load_tokenizer(tiny_dir), call.messages, call.tools, {})
     write_round(tmp_path / "whole", episodes, calls)
     episodes.sort(key=lambda e: e.reward or 0)                         # another order than the whole round's
     for i in range(3):
         folder, ids = tmp_path / "round" / f"shard-{i}-of-3", {e.episode_id for e in episodes[i::3]}
         write_round(folder, episodes[i::3], [c for c in calls if c.episode_id in ids])
-        if call.episode_id in ids:
-            ImageStore(folder / "images").put(png)
     whole, sharded = (update(tiny_dir, tmp_path / name, tmp_path / f"{name}-out", "--steps-per-round", 2)["counts"]
                       for name in ("whole", "round"))
     assert whole == sharded and sharded["calls_orphaned"] == sharded["calls_gated"] == 0
@@ -354,7 +349,7 @@ def test_failed_invalid_and_gated_are_told_apart(tiny_dir, tmp_path):
     assert trained == {
         "s-0-11-0": [(0, 1, 0.5)], "s-0-11-1": [(t, 3, -0.75) for t in range(3)],
         "s-0-11-3": [(t, 2, 0.5) for t in range(2)], "s-0-11-5": [(t, 3, -0.75) for t in range(3)]}
-    _, data = rl.load_batch(tmp_path / "out" / "batch", index)
+    _, data = rl.load_batch(tmp_path / "out" / "batch", index, [])
     assert data["u"].sum().item() == pytest.approx(4)                  # each episode that trains weighs 1
 
 

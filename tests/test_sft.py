@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import batches
+import checkpoint
 import gate
 import sft
-import trainer
 from records import BadInput
 from test_trainer import ROOT, TOOLS, assert_equal_weights, conversation, run_main, run_ranks, run_script, weights
 
@@ -140,7 +140,7 @@ def test_other_arguments_or_data_refuse_to_continue(data, tiny_dir, tmp_path, mo
     def killed(*_):
         raise KeyboardInterrupt
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-        m.setattr(trainer, "save_checkpoint", killed)
+        m.setattr(checkpoint, "save_checkpoint", killed)
         train(data, tiny_dir, tmp_path / "out", "--max-steps", 2, "--save-every", 1)
     with pytest.raises(BadInput, match="had other schedule"):
         train(data, tiny_dir, tmp_path / "out", "--max-steps", 2, "--save-every", 1, "--schedule", "linear")

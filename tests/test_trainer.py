@@ -16,10 +16,12 @@ import pytest
 import torch
 
 import batches
+import checkpoint
 import gate
 import loss
+import model as network
 import trainer
-from records import TRAIN_SAMPLING, Call, Episode, policy_version, to_line
+from records import TRAIN_SAMPLING, BadInput, Call, Episode, policy_version, to_line
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = [{"type": "function", "function": {"name": n, "description": "", "parameters": {"type": "object", "properties": p}}}
@@ -42,13 +44,13 @@ def conversation(rng, turns):
         messages += [reply, {"role": "tool", "tool_call_id": f"c{t}", "content": f"{name} at x {rng.randrange(500)} y -133"}]
 
 
-def record_round(folder, checkpoint, rewards, turns=(2, 4), seed=0, noise=0.0):
+def record_round(folder, model_dir, rewards, turns=(2, 4), seed=0, noise=0.0):
     """Writes a round folder. rewards: {(task, init): [reward or None for an invalid attempt, …]}. log q = the model's own log-probs
     plus N(0, noise). Returns (episodes, calls) as they were written."""
-    rng, version = random.Random(seed), policy_version(checkpoint)
+    rng, version = random.Random(seed), policy_version(model_dir)
     torch.manual_seed(seed)
-    tokenizer = gate.load_tokenizer(checkpoint)
-    model = trainer.load_model(checkpoint, trainer.Ranks())
+    tokenizer = gate.load_tokenizer(model_dir)
+    model = load(model_dir)
     folder.mkdir(parents=True, exist_ok=True)
     episodes, calls = [], []
     for (task, init), group in rewards.items():
@@ -148,9 +150,13 @@ def recorded(tiny_dir):
     return batches.Responses(prompts, outputs, episodes)
 
 
+def load(folder, **changed):
+    return network.load_model(folder, trainer.Ranks(), arguments(**changed))
+
+
 def loss_and_gradient(tiny_dir, recorded, chosen=None, **changed):
     """SFT loss of all responses as one optimizer batch, flat log-probs (N,), gradients by name."""
-    run = trainer.Trainer(trainer.load_model(tiny_dir, trainer.Ranks()), arguments(**changed), trainer.Ranks())
+    run = trainer.Trainer(load(tiny_dir), arguments(**changed), trainer.Ranks())
     chosen = list(range(len(recorded.outputs))) if chosen is None else chosen
     total, value, flat = int(recorded.lengths[chosen].sum()), 0.0, torch.full((int(recorded.start[-1]),), torch.nan)
     for micro in run.micro_batches(recorded, chosen):
@@ -189,7 +195,7 @@ def test_merge_gives_equal_loss_and_gradients_with_less_work(tiny_dir, recorded)
 
 
 def test_log_probs_are_those_of_full_logits(tiny_dir, recorded):
-    model = trainer.load_model(tiny_dir, trainer.Ranks())
+    model = load(tiny_dir)
     _, flat, _ = loss_and_gradient(tiny_dir, recorded)
     for s in (0, 3, len(recorded.outputs) - 1):
         prompt, output = recorded.prompts[s], recorded.outputs[s]
@@ -208,7 +214,7 @@ def test_padding_order_and_split_change_nothing(tiny_dir, recorded, micro_tokens
 def test_plan_counts_every_row_once_within_budget_on_any_world():
     rng = random.Random(0)
     for world in (1, 2, 3, 8):
-        rows = [batches.Row(np.zeros(rng.randint(1, 400), np.int32), []) for _ in range(rng.randint(1, 40))]
+        rows = [batches.Row(np.zeros(rng.randint(1, 400), np.int32), [], []) for _ in range(rng.randint(1, 40))]
         plan = batches.plan_micro_batches(rows, 500, world)
         assert all(len(slot) == world for slot in plan)
         assert sorted(id(r) for slot in plan for m in slot for r in m) == sorted(map(id, rows))
@@ -216,7 +222,7 @@ def test_plan_counts_every_row_once_within_budget_on_any_world():
 
 
 def test_empty_micro_batch_gives_zero_loss_and_gradient(tiny_dir, recorded):
-    run = trainer.Trainer(trainer.load_model(tiny_dir, trainer.Ranks()), arguments(), trainer.Ranks())
+    run = trainer.Trainer(load(tiny_dir), arguments(), trainer.Ranks())
     micro = batches.pack([], recorded, torch.device("cpu"))
     zero = torch.zeros(0)
     part, metrics = loss.rl_loss(run.logp(micro), zero, zero, zero, zero, 1.0)
@@ -226,11 +232,11 @@ def test_empty_micro_batch_gives_zero_loss_and_gradient(tiny_dir, recorded):
 
 
 def test_entropy_of_uniform_and_certain_distributions(tiny_dir):
-    model = trainer.load_model(tiny_dir, trainer.Ranks())
+    model = load(tiny_dir)
     with torch.no_grad():
         model.get_output_embeddings().weight.zero_()                  # all logits 0
     ids = torch.arange(4)[None]
-    logp, entropy = model.target_logp(ids, torch.tensor([1]), torch.tensor([2]), entropy=True)
+    logp, entropy = model.target_logp(ids, torch.tensor([1]), torch.tensor([2]), {}, entropy=True)
     V = model.config.vocab_size
     assert torch.allclose(entropy, torch.tensor([float(np.log(V))])) and torch.allclose(logp, -entropy)
 
@@ -247,7 +253,7 @@ def test_schedules():
 
 def test_every_parameter_has_one_optimizer_and_lr_zero_moves_nothing(tiny_dir, recorded):
     for name in ("adamw", "muon"):
-        run = trainer.Trainer(trainer.load_model(tiny_dir, trainer.Ranks()), arguments(optimizer=name, weight_decay=0.1), trainer.Ranks())
+        run = trainer.Trainer(load(tiny_dir), arguments(optimizer=name, weight_decay=0.1), trainer.Ranks())
         held = [id(p) for o in run.optimizers for g in o.param_groups for p in g["params"]]
         assert sorted(held) == sorted(id(p) for p in run.model.parameters())
         before = {n: p.clone() for n, p in run.model.named_parameters()}
@@ -260,10 +266,9 @@ def test_every_parameter_has_one_optimizer_and_lr_zero_moves_nothing(tiny_dir, r
 
 
 def test_non_finite_gradient_stops_before_any_weight_changes(tiny_dir, recorded):
-    from records import BadInput
-    run = trainer.Trainer(trainer.load_model(tiny_dir, trainer.Ranks()), arguments(), trainer.Ranks())
+    run = trainer.Trainer(load(tiny_dir), arguments(), trainer.Ranks())
     before = {n: p.clone() for n, p in run.model.named_parameters()}
-    run.backward(run.logp(run.micro_batches(recorded, [0])[0]).sum() * float("nan"))
+    run.backward(run.logp(next(iter(run.micro_batches(recorded, [0])))).sum() * float("nan"))
     with pytest.raises(BadInput, match="gradient norm is nan"):
         run.step(1e-3)
     assert all(torch.equal(p, before[n]) for n, p in run.model.named_parameters())
@@ -283,9 +288,9 @@ def test_saved_folder_reloads_and_state_continues(tiny_dir, recorded, tmp_path):
 
     for optimizer in ("adamw", "muon"):
         args, output = arguments(optimizer=optimizer), tmp_path / optimizer
-        run = trainer.Trainer(trainer.load_model(tiny_dir, ranks), args, ranks)
+        run = trainer.Trainer(load(tiny_dir), args, ranks)
         steps(run, 2)
-        version = trainer.save_checkpoint(output, run, tiny_dir, {}, "auto")
+        version = checkpoint.save_checkpoint(output, run, tiny_dir, {})
         assert version == policy_version(output) != policy_version(tiny_dir) and not (output / "part").exists()
         for name in ("tokenizer.json", "chat_template.jinja"):
             assert (output / name).read_bytes() == (tiny_dir / name).read_bytes()
@@ -293,8 +298,8 @@ def test_saved_folder_reloads_and_state_continues(tiny_dir, recorded, tmp_path):
         assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
         assert loaded.dtype == torch.float32 and "lm_head.weight" not in weights(output)
         assert all(torch.equal(p, dict(run.model.named_parameters())[n]) for n, p in loaded.named_parameters())
-        again = trainer.Trainer(trainer.load_model(output, ranks), args, ranks)
-        trainer.load_state(output / "state", again)
+        again = trainer.Trainer(load(output), args, ranks)
+        checkpoint.load_state(output / "state", again)
         assert again.steps == 2
         steps(run, 2)
         steps(again, 2)
@@ -302,27 +307,29 @@ def test_saved_folder_reloads_and_state_continues(tiny_dir, recorded, tmp_path):
 
 
 def test_bfloat16_checkpoint_says_so(tiny_dir, tmp_path):
-    run = trainer.Trainer(trainer.load_model(tiny_dir, trainer.Ranks()), arguments(), trainer.Ranks())
-    trainer.save_checkpoint(tmp_path, run, tiny_dir, {}, "bfloat16")
+    run = trainer.Trainer(load(tiny_dir), arguments(save_dtype="bfloat16"), trainer.Ranks())
+    checkpoint.save_checkpoint(tmp_path, run, tiny_dir, {})
     assert {t.dtype for t in weights(tmp_path).values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_newest_whole_resume_point_and_no_half_one(tiny_dir, tmp_path):
-    run = trainer.Trainer(trainer.load_model(tiny_dir, trainer.Ranks()), arguments(), trainer.Ranks())
-    assert trainer.newest_resume(tmp_path) is None
-    for run.steps in (1, 2, 10):
-        trainer.save_resume(tmp_path, run, {})
+    run = trainer.Trainer(load(tiny_dir), arguments(), trainer.Ranks())
+    assert checkpoint.newest_resume(tmp_path, {}) == (None, 0)
+    for step in (1, 2, 10):
+        checkpoint.save_resume(tmp_path, run, step, {"seed": "0"})
     (tmp_path / "resume" / "part").mkdir()                             # what a kill while saving leaves
-    assert trainer.newest_resume(tmp_path).name == "step-00000010"
+    assert checkpoint.newest_resume(tmp_path, {"seed": "0"}) == (tmp_path / "resume" / "step-00000010", 10)
+    with pytest.raises(BadInput, match="had other seed"):
+        checkpoint.newest_resume(tmp_path, {"seed": "1"})
     assert sorted(p.name for p in (tmp_path / "resume").glob("step-*")) == ["step-00000002", "step-00000010"]
 
 
 def test_metrics_keys_are_frozen_and_rows_behind_a_resume_point_dropped(tmp_path):
-    m = trainer.Metrics(tmp_path, trainer.Ranks(), 9, 10, {})
+    m, work = trainer.Metrics(tmp_path, trainer.Ranks(), 9, arguments(log_every=10), {}), {"forward_tokens": 1, "flops": 6}
     for step in (1, 2, 3):
-        m.log({"step": step, "forward_tokens": 1})
+        m.log({"step": step}, work)
     with pytest.raises(AssertionError, match="metrics changed"):
-        m.log({"step": 4, "forward_tokens": 1, "extra": 0})
+        m.log({"step": 4, "extra": 0}, work)
     m.keep(1)
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1]
