@@ -9,6 +9,11 @@ prefix that any slot holds, of its own last call or of another attempt, and comp
 forward over new prompts, or one over all running requests. Transformers' own model code does the forward; only the
 cache is ours. float32 throughout: log-probs agree with the trainer's to 1e-4.
 
+Slots are for text models whose layers all are full attention. Any other (Qwen3.5's gated delta nets, sliding windows,
+models that see pictures) goes the plain way: each request has transformers' own cache, its whole prompt is computed
+once, then one token a step; no prefix is shared, and a slot is merely a place. A picture comes as a data URI; prompt
+ids hold one placeholder token for each of its merged patches, as pictures.py and the gate count them.
+
 Alone it is a small server:
 
     python engine.py --model run/sft --port 8000        then: python proxy.py --upstream http://127.0.0.1:8000/v1 …
@@ -17,6 +22,7 @@ Alone it is a small server:
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import json
 import queue
 import re
@@ -28,11 +34,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, DynamicCache)
 
 import records
-from gate import RENDER_ERRORS, render_prompt
+from gate import RENDER_ERRORS, picture_hashes, render_prompt
+from pictures import load_pictures
 from upstream import UpstreamError
+from wire import Refused, store_pictures
 
 GREEDY = 1e-5                                            # a temperature below this is argmax, as in vLLM
 NUMBER = (int, float)
@@ -106,9 +115,20 @@ class _SlotCache:
         return out
 
 
+class _Received(dict):
+    """The pictures of one request, sha256 -> bytes: what wire.py and gate.py use of a records.ImageStore, in memory."""
+
+    def put_data_uri(self, url):
+        data = records.decode_data_uri(url)
+        sha = hashlib.sha256(data).hexdigest()
+        self[sha] = data
+        return sha
+
+
 class _Request:
-    def __init__(self, prompt, sampling, max_tokens, seed, done):
+    def __init__(self, prompt, sampling, max_tokens, seed, done, patches=()):
         self.prompt, self.sampling, self.max_tokens, self.done = prompt, sampling, max_tokens, done
+        self.patches = patches                           # of each picture: (pixel values (P, D), grid (3,))
         self.uniform = np.random.default_rng(seed).random(max_tokens).tolist()      # one per token, whatever the batch
         self.ids, self.logprobs, self.slot = [], [], None
         self.computed, self.pending = 0, prompt          # count of tokens whose keys are there; tokens to compute next
@@ -133,15 +153,21 @@ class Engine:
         folder = self.folder = Path(checkpoint)
         self.model, self.policy_version = folder.name, records.policy_version(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="grouped")
-        self.net, config = net.eval(), net.config
-        if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-            raise records.BadInput(f"{folder}: the in-process engine serves full attention only, not hybrids; use vLLM")
+        self.pictures, config = load_pictures(folder), AutoConfig.from_pretrained(folder).get_text_config()
+        layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+        self.plain = self.pictures is not None or layers != {"full_attention"}
+        auto = AutoModelForImageTextToText if self.pictures else AutoModelForCausalLM
+        attention = "sdpa" if self.plain else "grouped"
+        self.net = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
+        if self.pictures and not (hasattr(self.net.model, "get_rope_index") and self.pictures.processor):   # loads it
+            raise records.BadInput(f"{folder}: the in-process engine serves pictures to models of Qwen's line (positions in "
+                                   f"time, height and width), found {self.net.config.model_type}; use vLLM")
         eos = self.net.generation_config.eos_token_id
         self.eos = set(eos if isinstance(eos, list) else [eos])
         self.max_length = min(max_length, config.max_position_embeddings)
         self.groups = config.num_attention_heads // config.num_key_value_heads
-        self.batch, self.cache = batch, _SlotCache(config, slots, self.max_length)
+        self.batch, self.vocab = batch, config.vocab_size
+        self.cache = None if self.plain else _SlotCache(config, slots, self.max_length)
         self.held = np.full((slots, self.max_length), -1)                # token ids whose keys a slot holds, then -1
         self.prompts, self.used = np.zeros(slots, int), np.zeros(slots)  # last request: its prompt length, its end (s)
         self.free, self.inbox, self.closed = set(range(slots)), queue.SimpleQueue(), False
@@ -158,9 +184,16 @@ class Engine:
         for name, (types, test, expected) in FIELDS.items():
             if (x := body.get(name)) is not None and not (type(x) in types and test(x)):
                 raise UpstreamError(400, f"{name} must be {expected}, found {repr(x)[:80]}")
-        kwargs = body.get("chat_template_kwargs")
+        kwargs, patches = body.get("chat_template_kwargs"), []
+        received = _Received() if self.pictures else None
         try:
-            prompt = render_prompt(self.tokenizer, body["messages"], body.get("tools"), kwargs)
+            messages = body["messages"]
+            if self.pictures:
+                messages = store_pictures(messages, received)
+                patches = [self.pictures.inputs(received[sha]) for sha in picture_hashes(messages)]
+            prompt = render_prompt(self.tokenizer, messages, body.get("tools"), kwargs, received, self.pictures)
+        except Refused as e:
+            raise UpstreamError(*e.args) from None
         except RENDER_ERRORS as e:
             raise UpstreamError(400, f"messages cannot be rendered: {type(e).__name__}: {e}") from None
         limit = min(body.get("max_tokens") or self.max_length, self.max_length - len(prompt) - 1)
@@ -178,7 +211,7 @@ class Engine:
                 loop.call_soon_threadsafe(settle)
 
         sampling = {k: v if body.get(k) is None else body[k] for k, v in records.TRAIN_SAMPLING.items()}
-        request = _Request(prompt, sampling, limit, body.get("seed"), done)
+        request = _Request(prompt, sampling, limit, body.get("seed"), done, patches)
         self.inbox.put(request)
         try:
             await future
@@ -243,22 +276,36 @@ class Engine:
         try:
             for r in fresh:
                 self._seat(r)
-            self._forward(batch)
+            self._append(batch, self._forward_plain(batch) if self.plain else self._forward(batch))
             for r in batch:
                 if r.ids[-1] in self.eos or len(r.ids) == r.max_tokens:
                     self._release(r)
                     r.done(r)
         except Exception as e:                           # the clients and the log learn of it
             traceback.print_exc()
+            self.counts["failed"] += len(batch)
             for r in batch:
                 if r.slot is not None:
                     self.held[r.slot] = -1
                     self._release(r)
                 r.done(r, UpstreamError(500, f"engine: {type(e).__name__}: {e}"))
-            self.counts["failed"] += len(batch)
 
     def _seat(self, r):
-        """Gives the request a free slot, with the longest prefix of its prompt that any slot holds."""
+        """Gives the request a place, and the counts that its sampling asks for."""
+        r.began = time.perf_counter()
+        if self.plain:
+            r.slot, r.cache = self.free.pop(), DynamicCache(config=self.net.config)
+        else:
+            self._take_slot(r)
+        if not r.neutral:
+            r.said = torch.zeros(self.vocab)                                             # (V,) times generated
+            r.read = torch.zeros(self.vocab, dtype=torch.bool)                           # (V,) is in the prompt
+            r.read[r.prompt] = True
+        self.counts["cached"] += r.computed
+        self.counts["prefilled"] += len(r.pending)
+
+    def _take_slot(self, r):
+        """A free slot, with the longest prefix of the request's prompt that any slot holds."""
         prompt = np.array(r.prompt)
         differs = self.held[:, :len(prompt)] != prompt                                   # (slots, P)
         differs[:, -1] = True                            # the last token is always computed: its logits are needed
@@ -274,21 +321,15 @@ class Engine:
             for memory in self.cache.keys + self.cache.values:
                 memory[r.slot, :, :n] = memory[sources[0], :, :n]
             self.held[r.slot, :n] = prompt[:n]
-        self.prompts[r.slot], r.pending, r.began = len(prompt), r.prompt[n:], time.perf_counter()
-        if not r.neutral:
-            r.said = torch.zeros(self.net.config.vocab_size)                             # (V,) times generated
-            r.read = torch.zeros(self.net.config.vocab_size, dtype=torch.bool)           # (V,) is in the prompt
-            r.read[r.prompt] = True
-        self.counts["cached"] += n
-        self.counts["prefilled"] += len(r.pending)
+        self.prompts[r.slot], r.pending = len(prompt), r.prompt[n:]
 
     def _release(self, r):
         self.used[r.slot] = time.perf_counter()
         self.free.add(r.slot)
-        r.slot = None
+        r.slot = r.cache = None
 
     def _forward(self, batch):
-        """One forward over the pending tokens of B requests, then one sampled token each."""
+        """One forward over the pending tokens of B requests -> logits of their next tokens (B, V)"""
         new, start, rows = np.array([(len(r.pending), r.computed, r.slot) for r in batch]).T                 # (B,) each
         Q, width = int(new.max()), int((start + new).max()) + 1
         ids = np.full((len(batch), Q), -1)                                               # (B, Q)
@@ -303,7 +344,36 @@ class Engine:
         self.cache.rows, self.cache.positions, self.cache.width = rows, positions, width
         hidden = self.net.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
                                 past_key_values=self.cache).last_hidden_state                                # (B, Q, H)
-        logits = self.net.lm_head(hidden[torch.arange(len(batch)), torch.from_numpy(new - 1)])               # (B, V)
+        return self.net.lm_head(hidden[torch.arange(len(batch)), torch.from_numpy(new - 1)])                 # (B, V)
+
+    def _forward_plain(self, batch):
+        """The pending tokens of each request by itself: first its prompt, later one token. -> (B, V) as _forward"""
+        out = []
+        for r in batch:
+            ids = torch.tensor([r.pending])                                              # (1, Q)
+            seen = self._seen(r, ids) if self.pictures else {}
+            out.append(self.net(input_ids=ids, past_key_values=r.cache, use_cache=True, logits_to_keep=1, **seen).logits[0, -1])
+        return torch.stack(out)                                                          # (B, V)
+
+    def _seen(self, r, ids):
+        """What a model with pictures takes beside the ids: the patches, with the prompt, and the positions (3, 1, Q).
+
+        A picture's tokens stand side by side in height and width, so that text after them goes on `shift` (below 0) from
+        its index. The model would keep one shift, of whoever came last (rope_deltas): positions are always given.
+        """
+        if r.computed:
+            return {"position_ids": torch.full((3, 1, 1), r.computed + r.shift)}
+        grids = torch.stack([grid for _, grid in r.patches]) if r.patches else None      # (pictures, 3)
+        kinds = (ids == self.pictures.token).long()                                      # (1, Q) 1 where a picture is
+        positions, shift = self.net.model.get_rope_index(input_ids=ids, mm_token_type_ids=kinds, image_grid_thw=grids)
+        r.shift = int(shift)
+        if not r.patches:
+            return {"position_ids": positions}
+        pixels = torch.cat([pixels for pixels, _ in r.patches])                          # (patches of all pictures, D)
+        return {"position_ids": positions, "pixel_values": pixels, "image_grid_thw": grids}
+
+    def _append(self, batch, logits):
+        """Samples one token of each request from logits (B, V), and notes its log-prob."""
         log_q = torch.log_softmax(logits, -1)                                            # (B, V)
         shaped = [i for i, r in enumerate(batch) if not r.neutral]
         if shaped:

@@ -31,7 +31,7 @@ KEPT, COUNTS = 8, 1 << 16                                  # newest pictures who
 def decode(data):
     """Bytes -> PIL picture in RGB, as vLLM 0.32 makes it (multimodal/media/image.py). ValueError if they are no whole picture.
 
-    The orientation of EXIF is applied; whatever has transparency (alpha, or a transparent colour of grey, RGB and palette files) is laid
+    The orientation of EXIF is applied; whatever has transparency (alpha, or a transparent colour in grey and palette files) is laid
     on white; the rest is converted, so that grey is repeated. An RGB picture with a transparent colour keeps it: it is RGB already.
     """
     try:
@@ -39,9 +39,7 @@ def decode(data):
         picture.load()
         with contextlib.suppress(*BROKEN):                 # broken EXIF: the picture as it lies
             picture = ImageOps.exif_transpose(picture)
-        if picture.mode == "RGB":
-            return picture
-        if picture.mode not in ("RGBA", "LA", "PA") and "transparency" not in picture.info:
+        if picture.mode == "RGB" or (picture.mode not in ("RGBA", "LA", "PA") and "transparency" not in picture.info):
             return picture.convert("RGB")
         picture, white = picture.convert("RGBA"), Image.new("RGB", picture.size, (255, 255, 255))
         white.paste(picture, mask=picture.getchannel("A"))

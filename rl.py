@@ -321,7 +321,7 @@ def main():
     if resume and ranks.main:
         print(f"rl: continuing after step {first} from {resume}")
     elif ranks.main:
-        show_first(source, responses, data, index)
+        show_first(source, responses, data, index, pictures)
 
     # ---- log b: the trainer's own log-probs before the first update, by the forwards that the update will use
     if not index["log_b"]:
@@ -384,14 +384,15 @@ def main():
     return 0
 
 
-def show_first(source, responses, data, index):
-    """One whole scored episode of the round."""
+def show_first(source, responses, data, index, pictures):
+    """One whole scored episode of the round: all of its rows (a history that was edited opens a new one)."""
     from transformers import AutoTokenizer
-    row = merge_prefix(responses, responses.by_episode()[0])[0]
-    s = row.spans[0][2]
-    trainer.show_row(AutoTokenizer.from_pretrained(source), row, f"episode {responses.episodes[s]}, reward "
-                     f"{index['responses'][s]['reward']:g}, advantage {data['advantage'][s]:+.2f}, "
-                     f"u {data['u'][s]:.3f}")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    for row in merge_prefix(responses, responses.by_episode()[0]):
+        s = row.spans[0][2]
+        trainer.show_row(tokenizer, row, f"episode {responses.episodes[s]}, turn {index['responses'][s]['turn']}, reward "
+                         f"{index['responses'][s]['reward']:g}, advantage {data['advantage'][s]:+.2f}, u {data['u'][s]:.3f}",
+                         pictures and pictures.token)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def main():
         if ranks.main:
             print(f"sft: continuing after step {first} from {resume}")
     elif ranks.main:
-        show_first(source, responses, batches[0])
+        show_first(source, responses, batches[0], pictures)
 
     # ---- train
     metrics = trainer.Metrics(output, ranks, len(batches), args, {
@@ -156,11 +156,12 @@ def main():
     return 0
 
 
-def show_first(source, responses, batch):
+def show_first(source, responses, batch, pictures):
     """The first row of the first batch, targets marked: look at it, wrong masks are seen at once."""
     from transformers import AutoTokenizer
     row = merge_prefix(responses, batch)[0]
-    trainer.show_row(AutoTokenizer.from_pretrained(source), row, f"episode {responses.episodes[row.spans[0][2]]}")
+    trainer.show_row(AutoTokenizer.from_pretrained(source), row, f"episode {responses.episodes[row.spans[0][2]]}",
+                     pictures and pictures.token)
 
 
 if __name__ == "__main__":

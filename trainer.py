@@ -9,6 +9,7 @@ Shapes:  B rows, T padded length of a micro-batch | N its target tokens, laid en
 """
 
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -224,8 +226,8 @@ def lr_at(args, step, progress):
 # ---------------------------------------------------------------------------------------------- the step
 
 class MicroBatches:
-    """This rank's micro-batches of one optimizer batch. Each is packed when its turn comes, every time anew: the pixels of a
-    round would not fit into memory."""
+    """This rank's micro-batches of one optimizer batch. Each is packed anew whenever its turn comes (the pixels of a round would
+    not fit into memory), by a thread, while the one before it is computed."""
 
     def __init__(self, slots, pack):
         self.slots, self.pack = slots, pack
@@ -234,7 +236,12 @@ class MicroBatches:
         return len(self.slots)
 
     def __iter__(self):
-        return map(self.pack, self.slots)
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            ahead = thread.submit(self.pack, self.slots[0])
+            for slot in self.slots[1:]:
+                micro, ahead = ahead.result(), thread.submit(self.pack, slot)
+                yield micro
+            yield ahead.result()
 
 
 class Trainer:
@@ -397,13 +404,24 @@ class Metrics:
             tqdm.write(f"step {row['step']:>5}/{self.total} | {line}")
 
 
-def show_row(tokenizer, row, note=""):
-    """Prints one row, its target tokens marked: green on a terminal, «…» elsewhere."""
-    left, right = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("«", "»")
+def show_row(tokenizer, row, note="", placeholder=None):
+    """Prints one row: context (grey on a terminal), targets (green; «…» elsewhere), and masked: a picture's placeholder tokens,
+    shown as their count (red), which carry features and no text. placeholder: their token id."""
+    colours = ("\033[90m", "\033[0m"), ("\033[32m", "\033[0m"), ("\033[31m", "\033[0m")
+    context, target, masked = colours if sys.stdout.isatty() else (("", ""), ("«", "»"), ("", ""))
+
+    def shown(ids, marks):
+        out = []
+        for picture, part in itertools.groupby(ids.tolist(), lambda token: token == placeholder):
+            part = list(part)
+            (left, right), text = (masked, f"[picture, {len(part)} tokens]") if picture else (marks, tokenizer.decode(part))
+            out.append(left + text + right)
+        return "".join(out)
+
     text, at = "", 0
     for first, last, _ in row.spans:
-        text += tokenizer.decode(row.tokens[at:first]) + left + tokenizer.decode(row.tokens[first:last]) + right
+        text += shown(row.tokens[at:first], context) + shown(row.tokens[first:last], target)
         at = last
-    targets = sum(last - first for first, last, _ in row.spans)
-    print(f"--- one row: {len(row.tokens)} tokens, {targets} of them targets (marked) | {note}\n{text}\n---",
-          flush=True)
+    targets, pads = sum(last - first for first, last, _ in row.spans), int((row.tokens == placeholder).sum())
+    print(f"--- one row: {len(row.tokens)} tokens = {targets} target (marked) + {pads} masked (pictures) + "
+          f"{len(row.tokens) - targets - pads} context | {note}\n{text}\n---", flush=True)

@@ -1,6 +1,8 @@
 """tiny.py: the tokenizer's promises, and what the command refuses."""
 
+import io
 import json
+import re
 import sys
 
 import pytest
@@ -55,3 +57,64 @@ def test_vocabulary_below_bytes_and_markers_is_refused(calls, tmp_path, capsys):
         run("--calls", calls, "--output", tmp_path / "base", "--vocab", 262)
     assert e.value.code == 2 and "--vocab 262: expected at least 263" in capsys.readouterr().err
     assert not (tmp_path / "base").exists()
+
+
+HYBRID = ("--family", "qwen3_5", "--vocab", 330, "--hidden", 24, "--layers", 2, "--heads", 2, "--kv-heads", 1, "--ff", 16)
+
+
+def made(calls, output, *argv):
+    """Runs the command -> (model, its loading report, tokenizer, config as written)"""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+    run("--calls", calls, "--output", output, *argv)
+    auto = AutoModelForImageTextToText if "--vision" in argv else AutoModelForCausalLM
+    model, report = auto.from_pretrained(output, dtype=torch.float32, output_loading_info=True)
+    return model, report, AutoTokenizer.from_pretrained(output), json.loads((output / "config.json").read_text())
+
+
+def test_a_text_hybrid_has_both_kinds_of_layer_and_loads_whole(calls, tmp_path):
+    model, report, tokenizer, config = made(calls, tmp_path / "base", *HYBRID)
+    assert type(model).__name__ == "Qwen3_5ForCausalLM" and "vision_config" not in config
+    assert config["layer_types"] == ["linear_attention", "full_attention"]
+    assert not any(report.values()) and model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
+    again, *_ = made(calls, tmp_path / "again", *HYBRID)
+    other, *_ = made(calls, tmp_path / "other", *HYBRID, "--seed", 1)
+    weights = [m.model.layers[0].linear_attn.in_proj_qkv.weight for m in (model, again, other)]
+    assert weights[0].equal(weights[1]) and not weights[0].equal(weights[2])
+    assert not (tmp_path / "base" / "preprocessor_config.json").exists()
+    assert tokenizer.decode(tokenizer.apply_chat_template(PICTURE, return_dict=True)["input_ids"]).count("<|image|>") == 1
+
+
+PICTURE = [{"role": "user", "content": [{"type": "text", "text": "Put the red mug here."}, {"type": "image"}]}]
+
+
+def test_a_hybrid_with_vision_has_a_processor_and_placeholders_as_one_token(calls, tmp_path):
+    from pictures import load_pictures
+    from PIL import Image
+    model, report, tokenizer, config = made(calls, tmp_path / "base", *HYBRID, "--vision")
+    assert type(model).__name__ == "Qwen3_5ForConditionalGeneration" and not any(report.values())
+    ids = [config[k] for k in ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")]
+    assert tokenizer.convert_ids_to_tokens(ids) == tiny.VISION
+    prompt = tokenizer.apply_chat_template(PICTURE, return_dict=True)["input_ids"]
+    assert [t for t in prompt if t in ids] == ids[:3]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == ""
+    pictures, counts = load_pictures(tmp_path / "base"), []
+    for size in ((256, 256), (480, 360), (1, 1), (4000, 3000)):
+        Image.new("RGB", size).save(out := io.BytesIO(), "PNG")
+        counts.append(pictures.count(out.getvalue()))
+        assert pictures.inputs(out.getvalue())[0].shape == (counts[-1] * 4, 3 * 2 * 16 * 16)
+    assert counts == [16, 20, 4, 20]
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--vision"], "--vision: --family qwen3 has no vision tower"),
+    ([*HYBRID, "--layers", 1], "--layers 1: .*at least 2"),
+    ([*HYBRID, "--hidden", 20], "heads of 4, 8, 12"),
+    ([*HYBRID, "--vision", "--hidden", 16], "heads at least 12 wide"),
+    ([*HYBRID, "--vision", "--vocab", 266], "--vocab 266: expected at least 267"),
+])
+def test_sizes_and_families_that_do_not_fit_are_refused_in_one_line(calls, tmp_path, capsys, argv, message):
+    with pytest.raises(SystemExit) as e:
+        run("--calls", calls, "--output", tmp_path / "base", *argv)
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert e.value.code == 2 and re.search(message, line) and not (tmp_path / "base").exists()
