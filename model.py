@@ -25,6 +25,7 @@ from records import BadInput
 # Logits of one chunk of target positions: C x V <= this many float32 numbers (512 MiB). Larger chunks cost memory and
 # gain little: at V = 248,320 a chunk is 540 positions, already a large matrix product.
 LOGITS = 2**27
+COMPUTE = {"cuda": torch.bfloat16}      # dtype of gathered weights and activations by kind of device; others: float32
 
 
 # ---------------------------------------------------------------------------------------------- before anything is loaded
@@ -185,9 +186,9 @@ def load_model(folder, ranks, args):
     whole = ranks.on_main(lambda: read_weights(folder, auto, options), share=False)          # None but on rank 0
     with torch.device("meta"):
         model = prepare(auto.from_config(config, **options), recompute, args.train_vision)
-    half = torch.bfloat16 if ranks.device.type == "cuda" else None
     mesh = dist.device_mesh.init_device_mesh(ranks.device.type, (dist.get_world_size(),))
-    policy = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)}
+    policy = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=COMPUTE.get(ranks.device.type),
+                                                             reduce_dtype=torch.float32)}
     for layer in decoder_layers(model):
         fully_shard(layer, **policy)
     # Root group: embedding, last norm and head together, as tied weights demand; and the vision tower, so that a rank
