@@ -160,7 +160,7 @@ def save_checkpoint(output, run, source, extra):
         for path in Path(source).iterdir():
             if path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in ours:
                 shutil.copyfile(path, part / path.name)
-        write_json(part / "generation_config.json", neutral_generation(part / "generation_config.json", config))
+        write_json(part / "generation_config.json", neutral_generation(part))
         version = policy_version(part)
     ranks.barrier()
     save_state(part / "state", run, {**extra, "policy_version": version})
@@ -174,9 +174,13 @@ def save_checkpoint(output, run, source, extra):
     return version
 
 
-def neutral_generation(path, config):
-    """The source's generation config with its token ids, without its sampling: a served policy must be the trained one."""
+def neutral_generation(folder):
+    """The source's generation config with its token ids, without its sampling: a served policy must be the trained one.
+    Where it names no end of turn, the tokenizer does (Qwen3.5's config.json would only name the end of a text)."""
+    from transformers import AutoTokenizer
+    path = folder / "generation_config.json"
     before = read_json(path) if path.exists() else {}
-    ids = {k: before.get(k, config.get(k)) for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    kept = {k: before[k] for k in ("transformers_version",) if k in before}
-    return {**{k: v for k, v in ids.items() if v is not None}, **NEUTRAL, **kept}
+    if before.get("eos_token_id") is None:
+        before["eos_token_id"] = AutoTokenizer.from_pretrained(folder).eos_token_id
+    kept = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version")
+    return {**{k: before[k] for k in kept if before.get(k) is not None}, **NEUTRAL}
