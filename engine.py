@@ -156,10 +156,11 @@ class Engine:
         self.pictures, config = load_pictures(folder), AutoConfig.from_pretrained(folder).get_text_config()
         layers = set(getattr(config, "layer_types", None) or ["full_attention"])
         self.plain = self.pictures is not None or layers != {"full_attention"}
-        auto = AutoModelForImageTextToText if self.pictures else AutoModelForCausalLM
+        # The processor is loaded here, so that a checkpoint without one is refused before its weights are read.
+        auto = AutoModelForImageTextToText if self.pictures and self.pictures.processor else AutoModelForCausalLM
         attention = "sdpa" if self.plain else "grouped"
         self.net = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
-        if self.pictures and not (hasattr(self.net.model, "get_rope_index") and self.pictures.processor):   # loads it
+        if self.pictures and not hasattr(self.net.model, "get_rope_index"):
             raise records.BadInput(f"{folder}: the in-process engine serves pictures to models of Qwen's line (positions in "
                                    f"time, height and width), found {self.net.config.model_type}; use vLLM")
         eos = self.net.generation_config.eos_token_id

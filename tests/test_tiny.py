@@ -41,6 +41,8 @@ def test_isolated_words_of_every_shard_are_single_tokens(calls, tmp_path):
     tokens = tokenizer.tokenize("Put the red mug, the mug and 12 on the tray.")
     assert [t for t in tokens if t in (*WORDS, "1", "2")] == ["red", "mug", "mug", "1", "2", "tray"]
     assert json.loads((tmp_path / "base" / "manifest.json").read_text())["counts"]["vocabulary"] == len(tokenizer)
+    # Sorted whatever a process's hash seed: the file's content makes the policy version.
+    assert json.dumps(r"\b(?:tray|mug|red)\b|[0-9]") in (tmp_path / "base" / "tokenizer.json").read_text()
 
 
 def test_words_that_would_be_cut_are_named_and_no_model_is_made(calls, tmp_path):
