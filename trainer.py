@@ -398,6 +398,8 @@ class Metrics:
         for k, v in row.items() if self.board else ():
             if k != "step" and v is not None:
                 self.board.add_scalar(k, v, row["step"])
+        if self.board:
+            self.board.flush()                                         # a killed run keeps what it showed
         if row["step"] % self.every == 0 or row["step"] == self.total:
             shown = {**self.shown, **({"mfu": ".1%"} if self.peak else {})}
             line = " | ".join(f"{k} {row[k]:{f}}" for k, f in shown.items())
