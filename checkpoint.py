@@ -13,6 +13,7 @@ repeats the uninterrupted one bit for bit.
 """
 
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -36,6 +37,7 @@ def already_whole(output, stage, args):
         if name not in FREE and before.get(name) != now.get(name):
             raise BadInput(f"{output}: holds a finished run with {name}={before.get(name)!r}, this command says {now.get(name)!r}; "
                            "give another --output")
+    shutil.rmtree(output / "resume", ignore_errors=True)                   # killed between its manifest and this
     print(f"{stage}: {output} is already whole")
     return True
 
@@ -84,15 +86,22 @@ def save_resume(output, run, step, identity):
     run.ranks.barrier()
     if run.ranks.main:
         part.rename(final)
-        for old in sorted(folder.glob("step-*"))[:-run.args.keep]:
+        for _, old in resume_points(output)[:-run.args.keep]:
             shutil.rmtree(old)
     run.ranks.barrier()
+
+
+def resume_points(output):
+    """[(step, folder)] of the whole resume points, oldest first; whatever else lies in resume/ is not ours."""
+    found = (p for p in (Path(output) / "resume").glob("step-*")
+             if re.fullmatch(r"step-\d{8,}", p.name) and (p / "trainer_state.json").exists())
+    return sorted((int(p.name[5:]), p) for p in found)
 
 
 def newest_resume(output, identity):
     """(folder, step) of the newest whole resume point, or (None, 0). BadInput if it belongs to another run: other
     arguments, another data file, another checkpoint."""
-    folder = max((Path(output) / "resume").glob("step-*"), default=None)
+    _, folder = max(resume_points(output), default=(0, None))
     if folder is None:
         return None, 0
     saved = read_json(folder / "trainer_state.json")
@@ -111,6 +120,7 @@ def stop(output, run, steps, identity):
     if run.ranks.main:
         print(f"{steps.stage}: ended by {steps.stopped} after step {steps.done} of {steps.total}; repeat the command to go on", flush=True)
     run.ranks.close()
+    steps.release()
     return STOPPED
 
 

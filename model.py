@@ -64,7 +64,7 @@ def preflight(folder, responses, global_batch, world):
     Returns the checkpoint's Pictures, or None if it has no vision tower. responses: batches.Responses; global_batch:
     responses per optimizer step (count; None: not an argument of this run); world: ranks. BadInput names file or field.
     """
-    from transformers import AutoTokenizer
+    import gate
     config, _ = read_config(folder)
     text, pictures = config.get_text_config(), load_pictures(folder)
     if global_batch and global_batch < world:
@@ -74,7 +74,7 @@ def preflight(folder, responses, global_batch, world):
     if largest >= text.vocab_size:
         raise BadInput(f"token id {largest} in the data, but {folder} has a vocabulary of {text.vocab_size}; give the "
                        "checkpoint whose tokenizer made it")
-    known = max(AutoTokenizer.from_pretrained(folder).get_vocab().values())
+    known = max(gate.load_tokenizer(folder).get_vocab().values())
     if known >= text.vocab_size:
         raise BadInput(f"{folder}: its tokenizer writes ids up to {known}, but config.json has a vocab_size of "
                        f"{text.vocab_size}; tokenizer and weights belong to different models")
@@ -98,7 +98,11 @@ def check_pictures(responses, pictures):
     for s, (prompt, output, shas) in enumerate(zip(responses.prompts, responses.outputs, responses.pictures, strict=True)):
         for sha in shas:
             if sha not in counts:
-                counts[sha] = pictures.count(responses.picture(sha))
+                try:
+                    counts[sha] = pictures.count(responses.picture(sha))
+                except ValueError as e:
+                    raise BadInput(f"picture {sha} of response {s} (episode {responses.episodes[s]}): {e}; leave that response "
+                                   "out") from None
         expected, found = sum(counts[sha] for sha in shas), int((prompt == pictures.token).sum())
         if expected != found or (output == pictures.token).any():
             raise BadInput(f"response {s} (episode {responses.episodes[s]}): its prompt holds {found} picture placeholders, its "
@@ -213,9 +217,19 @@ def load_model(folder, ranks, args):
 
 def read_weights(folder, auto, options):
     """The whole model on the CPU; BadInput if its weights or its output head are not as expected."""
-    model, info = auto.from_pretrained(folder, output_loading_info=True, **options)
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()                     # what its table of missing and unused weights says is said below, or no fault
+    try:
+        model, info = auto.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    except (OSError, SafetensorError) as e:
+        raise BadInput(f"{folder}: its weights (model.safetensors) cannot be read ({str(e).splitlines()[0]}); the folder is damaged or "
+                       "not whole: copy or download it again") from None
+    finally:
+        logging.set_verbosity(verbosity)              # later ones count: that a fast kernel is not installed
     if info["missing_keys"] or info["mismatched_keys"]:
-        names = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+        names = sorted([*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])])
         raise BadInput(f"{folder}: {len(names)} weights are missing or of another shape than config.json says, {names[0]} first; "
                        "the folder is damaged or belongs to another model")
     model.eval()

@@ -16,7 +16,8 @@ Departures from the paper, or choices where it is silent (SPEC.md marks them "ou
 
 An attempt that infrastructure spoiled is run again by rollout.py; its valid try is taken. Killed, the round continues from
 the newest resume/step-N on the same command, with the log b of batch/; finished, it says so and exits 0. SIGTERM, SIGINT or
-a file OUTPUT/STOP end it after the current step, with a resume point and exit code 4.
+a file OUTPUT/STOP end it after the current step, with a resume point and exit code 4 (under torchrun see sft.py; while log b is
+computed a SIGTERM just ends it).
 
     python rl.py --model run/sft-ckpt --rollouts run/round-1 --output run/rl-1 --round 1 --rounds 6
     torchrun --nproc_per_node 8 rl.py --model run/rl-1 --previous run/rl-1 --rollouts run/round-2 \\
@@ -203,13 +204,17 @@ def choose(used, calls, stores, counts, args, version):
     return chosen
 
 
-def build(args, version):
-    """Rank 0: writes batch/batch.safetensors, then batch/batch.json. Returns the index."""
+def batch_identity(args, version):
+    """What batch/ is made from."""
+    files = [f / name for path in args.rollouts for f in folders(path) for name in ("calls.jsonl", "episodes.jsonl")]
+    return {"policy_version": version, "rollouts_sha256": [sha256_file(f) for f in files if f.exists()], "seed": args.seed,
+            "max_length": args.max_length, "max_responses": args.max_responses}
+
+
+def build(args, version, identity):
+    """Rank 0: writes batch/batch.safetensors, then batch/batch.json. Returns the index. identity: of batch_identity."""
     import gate
     folder = Path(args.output) / "batch"
-    files = [f / name for path in args.rollouts for f in folders(path) for name in ("calls.jsonl", "episodes.jsonl")]
-    identity = {"policy_version": version, "files": [sha256_file(f) for f in files if f.exists()], "seed": args.seed,
-                "max_length": args.max_length, "max_responses": args.max_responses}
     if (folder / "batch.json").exists() and (index := read_json(folder / "batch.json"))["identity"] == identity:
         print(f"rl: using {folder} as it was written before")
         return index
@@ -289,9 +294,15 @@ def main():
     source = Path(args.model)
     version = ranks.on_main(lambda: policy_version(source))
     previous = ranks.on_main(lambda: previous_state(args, version))
+    content = ranks.on_main(lambda: batch_identity(args, version))
+    identity = checkpoint.run_identity(args, policy_version=version, rollouts_sha256=content["rollouts_sha256"])
+    resume, first = ranks.on_main(lambda: checkpoint.newest_resume(output, identity))    # before batch/ may be written anew
     if ranks.main:
         save_args(output, "rl", args)
-    index = ranks.on_main(lambda: build(args, version))
+    index = ranks.on_main(lambda: build(args, version, content))
+    if resume and not index["log_b"]:
+        ranks.stop(f"{resume} was saved, but {output}/batch holds no log b; restore that folder, or delete {output}/resume to "
+                   "start the round again")
     counts = index["counts"]
     report = {"round": args.round, "rounds": args.rounds, "model": args.model, "previous": args.previous,
               "counts": counts}
@@ -309,8 +320,6 @@ def main():
     responses, data = load_batch(output / "batch", index, stores)
     batches = make_batches(responses, args)
     pictures = ranks.on_all(lambda: model.preflight(source, responses, args.global_batch, ranks.world))
-    identity = checkpoint.run_identity(args, batch=index["identity"])
-    resume, first = ranks.on_main(lambda: checkpoint.newest_resume(output, identity))
 
     # ---- model and optimizer
     run = trainer.Trainer(model.load_model(source, ranks, args), args, ranks, pictures)
@@ -325,7 +334,6 @@ def main():
 
     # ---- log b: the trainer's own log-probs before the first update, by the forwards that the update will use
     if not index["log_b"]:
-        assert not resume, f"{resume} was saved, but {output}/batch holds no log b"
         log_b, entropy = torch.zeros_like(data["log_q"]), torch.zeros_like(data["log_q"])    # (N,), (N,)
         with torch.no_grad():
             for batch in tqdm(batches, desc="log b", disable=None if ranks.main else True):
@@ -381,6 +389,7 @@ def main():
         shutil.rmtree(output / "resume", ignore_errors=True)
         print(f"rl: round {args.round}/{args.rounds}, {len(batches)} steps -> {output}, policy version {version}")
     ranks.close()
+    steps.release()
     return 0
 
 

@@ -10,7 +10,9 @@ Departures from the paper, or choices where it is silent
  3. Learning rate, batch and schedule of the paper's SFT are not published; the defaults are ours.
 
 Killed, it continues from the newest resume/step-N on the same command; finished, it says so and exits 0. SIGTERM, SIGINT
-or a file OUTPUT/STOP end it after the current step, with a resume point and exit code 4.
+or a file OUTPUT/STOP end it after the current step, with a resume point and exit code 4 (before the first step a SIGTERM
+just ends it). torchrun turns every exit code into 1, and kills what SIGTERM did not end within 30 s: where a step and its
+resume point take longer, give it --shutdown-timeout 1800, or use STOP.
 
     python sft.py --model run/base --data run/sft/sft.jsonl --output run/sft-ckpt
     torchrun --nproc_per_node 8 sft.py --model Qwen/Qwen3.5-9B --data run/sft/sft.jsonl --output run/sft-ckpt
@@ -30,7 +32,7 @@ import model
 import trainer
 from batches import Responses, merge_prefix, shuffled
 from records import (
-    at_least, BadInput, Formatter, ImageStore, read_jsonl, run_main, save_args, sha256_file, write_manifest)
+    at_least, BadInput, Formatter, ImageStore, policy_version, read_jsonl, run_main, save_args, sha256_file, write_manifest)
 
 
 def parse_args():
@@ -104,7 +106,8 @@ def main():
     responses, counts = ranks.on_all(lambda: read_data(args))
     batches = make_batches(responses, args)
     pictures = ranks.on_all(lambda: model.preflight(source, responses, args.global_batch, ranks.world))
-    identity = checkpoint.run_identity(args, data_sha256=sha256_file(args.data))
+    identity = ranks.on_main(lambda: checkpoint.run_identity(args, data_sha256=sha256_file(args.data),
+                                                             policy_version=policy_version(source)))
     resume, first = ranks.on_main(lambda: checkpoint.newest_resume(output, identity))
     if ranks.main:
         save_args(output, "sft", args)
@@ -153,6 +156,7 @@ def main():
         shutil.rmtree(output / "resume", ignore_errors=True)
         print(f"sft: {run.steps} steps -> {output}, policy version {version}")
     ranks.close()
+    steps.release()
     return 0
 
 

@@ -323,12 +323,11 @@ class Steps:
 
     def __init__(self, first, total, output, ranks, stage):
         self.first, self.total, self.file, self.ranks, self.stage = first, total, Path(output) / "STOP", ranks, stage
-        self.done, self.stopped, self.signal, self.arrived = first, None, 0, 0.0
+        self.done, self.stopped, self.signal, self.arrived, self.handlers = first, None, 0, 0.0, {}
 
     def __iter__(self):
-        handlers = {}
         if threading.current_thread() is threading.main_thread():          # others cannot have handlers
-            handlers = {n: signal.signal(n, self._arrived) for n in (signal.SIGTERM, signal.SIGINT)}
+            self.handlers = {n: signal.signal(n, self._arrived) for n in (signal.SIGTERM, signal.SIGINT)}
         try:
             for step in tqdm(range(self.first, self.total), initial=self.first, total=self.total, desc=self.stage,
                              disable=None if self.ranks.main else True):
@@ -337,9 +336,14 @@ class Steps:
                     return
                 yield step
                 self.done = step + 1
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        except GeneratorExit:               # a step failed; otherwise release() is called once all is saved
+            self.release()
+            raise
+
+    def release(self):
+        """Puts back the signal handlers that were there before."""
+        while self.handlers:
+            signal.signal(*self.handlers.popitem())
 
     def _arrived(self, number, frame):
         """A signal; a second one, later than 2 s after it (schedulers may deliver one twice), ends the process as it stands."""
@@ -368,14 +372,14 @@ class Metrics:
         self.total, self.every, self.shown = steps, args.log_every, shown
         peak = peak_flops(ranks.device)
         self.peak = peak and peak * ranks.world                        # FLOP/s of all ranks, None where it is not known
-        self.board = None
-        if args.tensorboard and self.main:
-            from torch.utils.tensorboard import SummaryWriter
-            self.board = SummaryWriter(str(Path(folder) / "tensorboard"))
+        self.board, self.tensorboard = None, args.tensorboard
         self.keys, self.clock = None, time.perf_counter()
 
     def keep(self, steps):
         """Drops rows behind step `steps`: a killed run logged them, the resumed one does them again."""
+        if self.main and self.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=steps + 1)
         if self.main:
             rows = [row for _, row in read_jsonl(self.path)] if self.path.exists() else []
             part = self.path.with_suffix(".part")
