@@ -157,8 +157,9 @@ def save_checkpoint(output, run, source, extra):
     if ranks.main:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight    # a config says it twice, and may disagree
         for alias, name in (getattr(model, "_tied_weights_keys", None) or {}).items():
-            if model.config.get_text_config().tie_word_embeddings and alias in weights:
+            if tied and alias in weights:
                 assert torch.equal(weights[alias], weights[name]), f"{alias} and {name} are tied but differ"
                 del weights[alias]
         model.save_pretrained(part, state_dict=weights)

@@ -153,7 +153,7 @@ class ChunkedLogProb(torch.autograd.Function):
                 grad_hidden[i:i + step] = dz @ weight                                     # (C, H)
             if need_weight and weight.dtype == torch.float32:
                 grad_weight.addmm_(dz.T, h)                                               # (V, H)
-            elif need_weight:                 # bfloat16 products, summed over chunks in float32: rounded once, as unchunked
+            elif need_weight:                 # each chunk's product is rounded to bfloat16 once, their sum is float32
                 grad_weight += dz.T @ h                                                   # (V, H)
         return grad_hidden, grad_weight.to(weight.dtype) if need_weight else None, None, None
 
@@ -228,10 +228,10 @@ def read_weights(folder, auto, options):
                        "not whole: copy or download it again") from None
     finally:
         logging.set_verbosity(verbosity)              # later ones count: that a fast kernel is not installed
-    if info["missing_keys"] or info["mismatched_keys"]:
-        names = sorted([*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])])
-        raise BadInput(f"{folder}: {len(names)} weights are missing or of another shape than config.json says, {names[0]} first; "
-                       "the folder is damaged or belongs to another model")
+    names = sorted([*info["missing_keys"], *info["unexpected_keys"], *(name for name, *_ in info["mismatched_keys"])])
+    if names:                   # heads for speculative decoding (mtp.*) are not among them: transformers leaves them out by name
+        raise BadInput(f"{folder}: {len(names)} weights are missing, unknown or of another shape than config.json says, {names[0]} "
+                       "first; the folder is damaged or belongs to another model")
     model.eval()
     with torch.no_grad():       # some models scale or cap logits behind the head; target_logp would be wrong for them
         probe = torch.arange(4)[None] % model.config.get_text_config().vocab_size         # (1, 4)

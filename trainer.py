@@ -203,7 +203,8 @@ class ShardedMuon(Muon):
 
 def make_optimizers(model, args):
     """List of optimizers over all parameters. Call it after sharding: built before, they would update nothing."""
-    embeddings = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings())}
+    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]     # of tokens; of positions in a vision tower
+    embeddings = {id(m.weight) for m in (*tables, model.get_output_embeddings())}
     params = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in params if p.ndim == 2 and id(p) not in embeddings]
     others = [p for p in params if p.ndim != 2 or id(p) in embeddings]
@@ -281,7 +282,10 @@ class Trainer:
         """Clips, updates, clears. Returns grad_norm (before clipping); with `measure` also update_norm and
         bf16_changed, the share of weights whose bfloat16 value changed (costs a copy of this rank's parameters). A
         gradient that is not finite ends the run before it touches a weight."""
-        params = [p for p in self.model.parameters() if p.grad is not None]
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        for p in params:            # a vision tower in a batch without pictures: zeros, as FSDP2 gives it, so that its moments move it
+            if p.grad is None:      # on one rank as on several
+                p.grad = torch.zeros_like(p)
         norm = float(full(torch.nn.utils.clip_grad_norm_(params, self.args.clip)))
         if not math.isfinite(norm):
             self.ranks.stop(f"step {self.steps + 1}: the gradient norm is {norm}; this step changed no weight. Look at "

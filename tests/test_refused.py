@@ -137,7 +137,7 @@ def test_missing_and_misshapen_weights_are_one_line(data, tiny_dir, tmp_path, ca
         change(tensors)
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         err = refused(capsys, sft.main, *sft_argv(folder, data, tmp_path / f"{name}-out"))
-        assert "1 weights are missing or of another shape than config.json says, model." in err
+        assert "1 weights are missing, unknown or of another shape than config.json says, model." in err
 
 
 def test_tensorboard_without_its_package_is_refused_in_the_parser(data, tiny_dir, tmp_path, monkeypatch, capsys):
