@@ -302,7 +302,8 @@ class Trainer:
         if not measure:
             return {"grad_norm": norm}
         after = [local(p.detach()) for p in params]
-        pairs = list(zip(before, after, strict=True))
+        pieces = lambda tensors: [piece for x in tensors for piece in x.flatten().split(2**22)]     # float64 of 32 MiB at a time
+        pairs = list(zip(pieces(before), pieces(after), strict=True))
         parts = self.ranks.gather({
             "square": float(sum((a - b).double().square().sum() for b, a in pairs)),
             "changed": float(sum((a.bfloat16() != b.bfloat16()).sum() for b, a in pairs)),
