@@ -15,16 +15,16 @@ import contextlib
 import json
 import os
 import re
-import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
 from tqdm import tqdm
 
 import records
+import template_kwargs
 from harness.pool import WorkerPool, WorkersKeepDying
+from interrupts import Signals
 from upstream import UpstreamError
 from records import at_least, BadInput, Episode, JsonlWriter, lock_folder, PROFILES, writing
 
@@ -42,6 +42,7 @@ class SkillsAdapter:
                 "suite": spec["suite"], "index": spec["index"], "init": spec["init"], "model": model,
                 "max_tokens": args.max_tokens, "turns": args.turns, "seconds": args.seconds,
                 "history_budget": args.history_budget, "pictures": args.pictures, "request_timeout": args.request_timeout,
+                "chat_template_kwargs": args.chat_template_kwargs,
                 "memory": spec.get("memory"), "memory_write": spec.get("memory_write", False), "video": spec.get("video")}
 
     def episode(self, spec, outcome, calls, policy_version):
@@ -107,6 +108,8 @@ def add_rollout_arguments(p, *, sampling):
     g = p.add_argument_group("generation")
     g.add_argument("--sampling", choices=sorted(PROFILES), default=sampling, help="sampling profile; rl.py accepts 'train' alone")
     g.add_argument("--max-tokens", type=at_least(1), default=8192, help="tokens per response")
+    template_kwargs.add_argument(g, "sent with every request of the planner; give rewrite.py, rollout.py and eval.py the same "
+                                    "(template_kwargs.py); default: none, the template's own defaults")
     g.add_argument("--request-timeout", type=at_least(1.0, float), default=600, help="time-out of one try of a call (s; three tries)")
     g.add_argument("--seed", type=int, default=0, help="run seed: with the episode id and the turn it makes each call's own seed")
     g.add_argument("--shard", default=None, metavar="I/N",
@@ -255,34 +258,6 @@ def whole_episodes(folder):
         print(f"{folder}: {len(torn)} episodes name calls that calls.jsonl lacks; moved to episodes.torn.jsonl, to be run again",
               file=sys.stderr)
     return episodes
-
-
-class Signals:
-    """While it is open, SIGINT and SIGTERM cancel `task`, once; `name` is the one that came. One more, later than 2 s after the first
-    (timeout(1), terminals and schedulers may deliver one signal twice), ends the process as it stands."""
-
-    def __enter__(self):
-        self.task, self.name, self.loop, self.before = None, None, asyncio.get_running_loop(), {}
-        if threading.current_thread() is threading.main_thread():            # others cannot have handlers
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.before[number] = signal.getsignal(number)
-                signal.signal(number, self.arrived)          # at once: the loop's own handlers forget one that comes at its end
-        return self
-
-    def arrived(self, number, frame=None):
-        if self.name is None:
-            self.first, self.name = self.loop.time(), signal.Signals(number).name
-            if self.task:
-                self.task.cancel()
-                self.loop.call_soon_threadsafe(lambda: None)               # wakes it up
-        elif self.loop.time() - self.first > 2:
-            os._exit(128 + number)
-
-    def __exit__(self, *_):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-        if self.name and self.task and not self.task.cancelled():        # it came when the work was done: it is for what follows
-            os.kill(os.getpid(), signal.Signals[self.name])
 
 
 def run(args, specs, stage, upstream, enough=None):

@@ -26,7 +26,8 @@ from pathlib import Path
 import adapters
 import endpoint
 import serving
-from records import at_least, Formatter, run_main, STOPPED, writing
+import template_kwargs
+from records import at_least, BadInput, Formatter, run_main, STOPPED, writing
 
 
 def parse_args():
@@ -145,6 +146,13 @@ def main():
     args = parse_args()
     if args.teacher != "scripted" and args.teacher != "model":
         endpoint.check_profile(args.sampling, args.teacher_api)
+    if args.teacher == "model":
+        template_kwargs.check(args.chat_template_kwargs, args.model)
+    elif args.chat_template_kwargs and (args.teacher == "scripted" or args.teacher_api == "openai"):
+        # api.openai.com answers 400 to the field and others ignore it, so endpoint.py does not send it: the record would be wrong.
+        what = "scripted" if args.teacher == "scripted" else "with --teacher-api openai"
+        raise BadInput(f"{template_kwargs.OPTION}: a teacher {what} has no chat template that takes it; give it to rewrite.py for the "
+                       "student's contexts, or --teacher-api vllm where the server is vLLM")
     inits = adapters.parse_inits(args.inits)
     adapters.refuse_evaluation_states(inits, "collect.py")
     suites = adapters.parse_suites(args.suites)

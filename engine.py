@@ -23,9 +23,7 @@ import argparse
 import asyncio
 import contextlib
 import hashlib
-import json
 import queue
-import re
 import threading
 import time
 import traceback
@@ -37,6 +35,7 @@ import torch
 from transformers import (
     AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, DynamicCache)
 
+import parsing
 import records
 from gate import RENDER_ERRORS, picture_hashes, render_prompt
 from pictures import load_pictures
@@ -56,28 +55,6 @@ FIELDS = {  # request field -> (types, range, what is expected); null stands for
     "max_tokens": ((int,), lambda x: x > 0, "a positive integer"),
     "seed": ((int,), lambda x: x >= 0, "an integer >= 0 (without one it is drawn afresh)"),
 }
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-_ARGUMENTS = re.compile(r'^\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"arguments"\s*:\s*(\{.*\})\s*\}$', re.DOTALL)
-_THINK = re.compile(r"^\s*<think>(.*?)</think>", re.DOTALL)
-
-
-def parse_output(text):
-    """Generated text -> (content or None, reasoning or None, tool_calls). Unreadable calls stay content, as in vLLM.
-
-    `arguments` is the exact substring generated: the history re-renders to the same text where that is canonical JSON.
-    """
-    reasoning = None
-    if m := _THINK.match(text):
-        reasoning, text = m[1], text[m.end():]
-    calls = [_ARGUMENTS.match(call) for call in _TOOL_CALL.findall(text)]
-    try:
-        fine = bool(calls) and all(isinstance(json.loads(m[2]), dict) for m in calls)
-    except (TypeError, ValueError, RecursionError):      # no match, no JSON, brackets a thousand deep
-        fine = False
-    content, mark, rest = text.partition("<tool_call>")
-    if not fine or _TOOL_CALL.sub("", mark + rest).strip() or text.count(mark) != len(calls):
-        return text or None, reasoning, []               # also with text between or after calls, or one left open
-    return content or None, reasoning, [(m[1], m[2]) for m in calls]
 
 
 def _grouped_attention(module, query, key, value, attention_mask, scaling=None, **_):
@@ -164,7 +141,8 @@ class Engine:
             raise records.BadInput(f"{folder}: the in-process engine serves pictures to models of Qwen's line (positions in "
                                    f"time, height and width), found {self.net.config.model_type}; use vLLM")
         eos = self.net.generation_config.eos_token_id
-        self.eos = set(eos if isinstance(eos, list) else [eos])
+        # The tokenizer's too, as in vLLM: Qwen3.5's config.json names <|endoftext|> alone, a turn ends with <|im_end|>.
+        self.eos = {*(eos if isinstance(eos, list) else [eos]), self.tokenizer.eos_token_id} - {None}
         self.max_length = min(max_length, config.max_position_embeddings)
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.batch, self.vocab = batch, config.vocab_size
@@ -218,11 +196,12 @@ class Engine:
             await future
         finally:
             request.gone = True                          # cancelled: the loop drops it at its next step
-        return self._reply(request)
+        return self._reply(request, body.get("tools"))
 
-    def _reply(self, request):
+    def _reply(self, request, tools):
         prompt, ids = request.prompt, request.ids
-        content, reasoning, calls = parse_output(self.tokenizer.decode(ids, skip_special_tokens=True))
+        text, opened = self.tokenizer.decode(ids, skip_special_tokens=True), parsing.opened(self.tokenizer.decode(prompt[-8:]))
+        content, reasoning, calls = parsing.parse_output(text, parsing.xml_calls(self.tokenizer.chat_template), opened, tools)
         message = {"role": "assistant", "content": content}
         if reasoning is not None:
             message["reasoning_content"] = reasoning

@@ -37,6 +37,7 @@ from scipy.stats import binomtest
 import adapters
 import serving
 import records
+import template_kwargs
 from records import BadInput
 
 FAILURES = ("grasp", "language", "second_step", "format", "other")     # Episode.extra["failure"], set by the harness
@@ -332,6 +333,8 @@ def run_episodes(args):
     trained = [i for i in inits if i not in (*adapters.EVALUATION_STATES, *adapters.VALIDATION_STATES)]
     if trained:
         print(f"note: states {args.inits} are not all held out ({len(trained)} are memory or training states)")
+    template_kwargs.check(args.chat_template_kwargs, args.model)
+    template_kwargs.note_training(args.chat_template_kwargs, args.model)
     upstream = serving.make_upstream(args)
     policy_version, began = upstream.policy_version, time.monotonic()
     episodes, folder = adapters.run(args, specs, "eval", upstream)
@@ -343,8 +346,9 @@ def run_episodes(args):
     path, seconds = folder / "report.json", round(time.monotonic() - began, 1)
     if path.exists():                                # a finished command was repeated: it ran nothing
         seconds = records.read_json(path)["wall_seconds"]
+    sent = {"chat_template_kwargs": args.chat_template_kwargs} if args.chat_template_kwargs else {}
     report = {"harness": args.harness, "policy_version": policy_version, "model": str(args.model),
-              "sampling": {"profile": args.sampling, **records.PROFILES[args.sampling]}, "inits": args.inits,
+              "sampling": {"profile": args.sampling, **records.PROFILES[args.sampling], **sent}, "inits": args.inits,
               "attempts": args.attempts, "held_out": not trained, **summarize(kept.values()), "run_again": replaced,
               "wall_seconds": seconds}               # of the command that finished it
     with records.writing(path):

@@ -433,6 +433,6 @@ def run_main(main):
     except BadInput as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:                              # a stage in its episodes ends itself (adapters.Signals); this is anywhere else
+    except KeyboardInterrupt:                              # a stage in its episodes ends itself (interrupts.Signals); this is anywhere else
         print("stopped by SIGINT; repeat the command to go on", file=sys.stderr)
         sys.exit(STOPPED)

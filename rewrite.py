@@ -53,6 +53,7 @@ from tqdm import tqdm
 import adapters
 import endpoint
 import gate
+import template_kwargs
 from evidence import (Dependence, arguments_survive, arguments_text, numbers_in, reasoning_keys, rewrite_by_models,
                       rewrite_by_rules, strip_sections, text_of, texts_of)
 from pictures import load_pictures
@@ -284,7 +285,7 @@ def episode_rows(episode, replayed, tokenizer, args, report, images=None, pictur
         if evidence:
             report.flagged(evidence, call.message, student, outcome, call)
         if not verdict:
-            kwargs = call.chat_template_kwargs
+            kwargs = call.chat_template_kwargs if args.chat_template_kwargs is None else args.chat_template_kwargs
             try:
                 prompt, target = gate.render_target(tokenizer, messages, tools, student, kwargs, images, pictures)
                 whole = gate.render_prompt(tokenizer, [*messages, student], tools, kwargs, images, pictures)
@@ -416,6 +417,7 @@ def parse_args():
                    help="who judges a rewrite that passed the rules: nobody else, or an OpenAI-compatible model")
     g.add_argument("--after-success", choices=["finish", "none"], default="finish",
                    help="calls after success: keep the one that ends the episode, or none")
+    template_kwargs.add_argument(g, "of the student's contexts, as rollout.py and eval.py will send it; default: as recorded in each call")
     g = p.add_argument_group("models as rewriter and judge (key: OPENAI_API_KEY)")
     g.add_argument("--rewriter-model", default="", help="name of the model; default: the one that the server offers")
     g.add_argument("--judge-model", default="", help="name of the model; default: the one that the server offers")
@@ -465,6 +467,7 @@ def make_rows(args, answers):
     started = time.time()
     teacher, output = Path(args.teacher), Path(args.output)
     tokenizer, pictures = gate.load_tokenizer(args.student), load_pictures(args.student)
+    template_kwargs.check(args.chat_template_kwargs, args.student, tokenizer)
     save_args(output, "rewrite", args)
     (output / "manifest.json").unlink(missing_ok=True)     # a kill from here on must not leave an older "whole" behind
     part = output / "sft.jsonl.part"

@@ -19,6 +19,7 @@ import random
 
 import adapters
 import serving
+import template_kwargs
 from records import at_least, BadInput, Formatter, read_json, run_main, STOPPED
 
 
@@ -72,6 +73,8 @@ def main():
     inits = adapters.parse_inits(args.inits)
     adapters.refuse_evaluation_states(inits, "rollout.py")
     groups = draw_groups(args, adapters.parse_suites(args.suites), inits)
+    template_kwargs.check(args.chat_template_kwargs, args.model)
+    template_kwargs.note_training(args.chat_template_kwargs, args.model)
     specs = [{"suite": s, "index": i, "init": init, "attempt": a} for s, i, init in groups for a in range(args.attempts)]
     episodes, folder = adapters.run(args, specs, "rollout", serving.make_upstream(args))
     if not (folder / "manifest.json").exists():

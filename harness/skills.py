@@ -199,6 +199,8 @@ class Episode:
             messages = rewrite_history(messages, job["history_budget"])
             body = {"model": job["model"], "messages": messages, "tools": self.tools, "tool_choice": "auto",
                     "max_tokens": job["max_tokens"]}
+            if job.get("chat_template_kwargs"):
+                body["chat_template_kwargs"] = job["chat_template_kwargs"]
             try:
                 message = self.client.chat(body)
             except ModelServerError as e:

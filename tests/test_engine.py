@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import Engine, parse_output
+from engine import Engine
 from gate import check
+from parsing import parse_output
 from proxy import UpstreamError
 from records import BadInput, Call, PROFILES, TRAIN_SAMPLING
 

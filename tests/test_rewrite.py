@@ -212,7 +212,7 @@ def episode(episode_id="e0", calls=(), **kw):
 
 
 def options(**kw):
-    return types.SimpleNamespace(**{**dict(mode="rewrite", after_success="finish", max_tokens=4096,
+    return types.SimpleNamespace(**{**dict(mode="rewrite", after_success="finish", max_tokens=4096, chat_template_kwargs=None,
                                            limit_episodes=0), **kw})
 
 

@@ -148,7 +148,8 @@ def options_of(stage, monkeypatch):
         {"rollout.py": rollout}.get(stage, collect).parse_args()
 
 
-CONTENT = {"suites", "inits", "attempts", "turns", "seconds", "history_budget", "pictures", "sampling", "max_tokens", "seed", "harness"}
+CONTENT = {"suites", "inits", "attempts", "turns", "seconds", "history_budget", "pictures", "sampling", "max_tokens", "seed", "harness",
+           "chat_template_kwargs"}
 OF_STAGE = {"collect.py": {"tasks", "grasp_skill", "gives_up", "leans", "no_memory", "teacher_name", "teacher_model", "teacher_api"},
             "collect.py --teacher model": {"vllm_args"}, "rollout.py": {"groups", "round", "pool_report", "vllm_args"},
             "eval.py": {"tasks", "vllm_args"}}
