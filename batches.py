@@ -43,7 +43,7 @@ class Responses:
         return data
 
 
-@dataclass
+@dataclass(eq=False)            # a row equals itself alone: arrays have no truth value, and lists of rows are searched by ==
 class Row:
     """One forward row. `spans`: (first, last + 1, response index) of each target stretch; `pictures`: sha256 of each
     picture in it, in order."""

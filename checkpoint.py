@@ -25,6 +25,8 @@ from trainer import FREE, full
 
 # What transformers and vLLM take for granted where a request does not say otherwise: the policy itself, nothing cut off.
 NEUTRAL = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+# Arguments that decide which tensors an optimizer keeps: a state of other ones cannot be continued.
+SHAPE = ("optimizer", "train_vision")
 
 
 def already_whole(output, stage, args):
@@ -42,6 +44,17 @@ def already_whole(output, stage, args):
     return True
 
 
+def check_shared(output, ranks):
+    """BadInput unless every rank sees what rank 0 wrote (args.json of save_args). On a folder of its own each node would keep its
+    shards to itself, and only the resumption would find them missing."""
+    def seen():
+        if not (Path(output) / "args.json").exists():
+            raise BadInput(f"{output}: rank {ranks.rank} does not see what rank 0 wrote there; with several nodes --output must lie on "
+                           "a file system that all of them share")
+    ranks.barrier()                                                       # rank 0 has written
+    ranks.on_all(seen)
+
+
 # ---------------------------------------------------------------------------------------------- state
 
 def save_state(folder, run, extra):
@@ -54,7 +67,8 @@ def save_state(folder, run, extra):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")   # one process, on purpose
         dcp.save({"model": model, "optim": optim}, checkpoint_id=str(folder))
     if run.ranks.main:
-        write_json(Path(folder) / "trainer_state.json", {"steps": run.steps, "lr": run.lr, **extra})
+        shape = {name: getattr(run.args, name) for name in SHAPE}
+        write_json(Path(folder) / "trainer_state.json", {"steps": run.steps, "lr": run.lr, **shape, **extra})
 
 
 def load_state(folder, run):
@@ -62,12 +76,15 @@ def load_state(folder, run):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     extra = read_json(Path(folder) / "trainer_state.json")
+    settings = [{k: v for k, v in group.items() if k != "params"} for o in run.optimizers for group in o.param_groups]
     model, optim = get_state_dict(run.model, run.optimizers)              # gives an optimizer without state its zeros
     state = {"model": model, "optim": optim}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(state, checkpoint_id=str(folder))
     set_state_dict(run.model, run.optimizers, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    for group, now in zip((group for o in run.optimizers for group in o.param_groups), settings, strict=True):
+        group.update(now)               # weight decay and betas are this command's, not those of the round before
     run.steps, run.lr = extra["steps"], extra["lr"]
     return extra
 
@@ -76,10 +93,11 @@ def save_resume(output, run, step, identity):
     """<output>/resume/step-N, renamed into place when it is whole; the newest --keep stay. step: optimizer steps of this
     stage done; identity: what the run was computed from, for `newest_resume`."""
     folder = Path(output) / "resume"
-    part, final = folder / "part", folder / f"step-{step:08d}"
+    # A name of its own each time: an NFS client that remembers `part` from the save before would write into what it became.
+    part, final = folder / f"part-{step:08d}", folder / f"step-{step:08d}"
     if run.ranks.main:
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.rmtree(final, ignore_errors=True)
+        for old in (*folder.glob("part*"), final):
+            shutil.rmtree(old, ignore_errors=True)
         part.mkdir(parents=True)
     run.ranks.barrier()
     save_state(part, run, {"step": step, "identity": identity})

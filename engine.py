@@ -38,6 +38,7 @@ from transformers import (
 import parsing
 import records
 from gate import RENDER_ERRORS, picture_hashes, render_prompt
+from model import cpu_kernels_only
 from pictures import load_pictures
 from upstream import UpstreamError
 from wire import Refused, store_pictures
@@ -130,6 +131,7 @@ class Engine:
         folder = self.folder = Path(checkpoint)
         self.model, self.policy_version = folder.name, records.policy_version(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        cpu_kernels_only()
         self.pictures, config = load_pictures(folder), AutoConfig.from_pretrained(folder).get_text_config()
         layers = set(getattr(config, "layer_types", None) or ["full_attention"])
         self.plain = self.pictures is not None or layers != {"full_attention"}

@@ -11,6 +11,7 @@ Shapes:  B rows, T padded length of a micro-batch | N its target tokens, laid en
          C target positions of one chunk | P patches of a micro-batch's pictures.
 """
 
+import sys
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -30,15 +31,20 @@ COMPUTE = {"cuda": torch.bfloat16}      # dtype of gathered weights and activati
 
 # ---------------------------------------------------------------------------------------------- before anything is loaded
 
-def checkpoint_folder(name):
-    """A folder as it is; a hub name is downloaded (Qwen/Qwen3.5-9B) and its folder returned."""
+def checkpoint_folder(name, weights=True):
+    """A folder as it is; a hub name is downloaded (Qwen/Qwen3.5-9B) and its folder on this node returned. weights: False for ranks
+    that read none: on another node than rank 0's they need config, tokenizer and processor alone."""
     if Path(name).is_dir():
         return Path(name)
     if name.count("/") != 1 or name.startswith((".", "/")):
         raise BadInput(f"{name}: no such checkpoint folder; run the stage that writes it, or give a hub name, "
                        "owner/model")
     from huggingface_hub import snapshot_download
-    return Path(snapshot_download(name))
+    try:
+        return Path(snapshot_download(name, ignore_patterns=None if weights else ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf"]))
+    except (OSError, ValueError) as e:                                    # every error of the hub's is one of these
+        raise BadInput(f"{name}: not in the hub's cache on this node and cannot be downloaded ({str(e).strip().splitlines()[0]}); "
+                       "look at the name, HF_TOKEN, and HF_HUB_OFFLINE, which setup.sh sets") from None
 
 
 def read_config(folder):
@@ -58,11 +64,12 @@ def read_config(folder):
     return config, auto
 
 
-def preflight(folder, responses, global_batch, world):
+def preflight(folder, responses, global_batch, world, rank):
     """Refuses what would fail hours later or train on nonsense, from files alone: no weight is read, no GPU touched.
 
     Returns the checkpoint's Pictures, or None if it has no vision tower. responses: batches.Responses; global_batch:
-    responses per optimizer step (count; None: not an argument of this run); world: ranks. BadInput names file or field.
+    responses per optimizer step (count; None: not an argument of this run); world: ranks, all of which call it, each by its
+    `rank`: pictures are opened, which takes longest, by one rank each. BadInput names file or field.
     """
     import gate
     config, _ = read_config(folder)
@@ -87,15 +94,17 @@ def preflight(folder, responses, global_batch, world):
         raise BadInput(f"{folder}: {shown} of {len(responses.pictures)} responses have pictures in their prompts, but this "
                        "checkpoint has no vision tower; give a vision-language checkpoint, or collect without --pictures")
     if pictures is not None:
-        check_pictures(responses, pictures)
+        total = len(responses.outputs)
+        check_pictures(responses, pictures, range(total * rank // world, total * (rank + 1) // world))
     return pictures
 
 
-def check_pictures(responses, pictures):
+def check_pictures(responses, pictures, chosen):
     """Every prompt must hold exactly the placeholders of its pictures, every response none: the model scatters picture
-    features over all placeholders of a row, so one too many would shift them all."""
+    features over all placeholders of a row, so one too many would shift them all. chosen: indices of responses."""
     counts = {}                                                           # sha256 -> placeholder tokens
-    for s, (prompt, output, shas) in enumerate(zip(responses.prompts, responses.outputs, responses.pictures, strict=True)):
+    for s in chosen:
+        prompt, output, shas = responses.prompts[s], responses.outputs[s], responses.pictures[s]
         for sha in shas:
             if sha not in counts:
                 try:
@@ -113,6 +122,14 @@ def check_pictures(responses, pictures):
 
 # ---------------------------------------------------------------------------------------------- log-probs
 
+def head_logits(hidden, weight):
+    """(C, H), (V, H) -> (C, V) float32. Where torch can (on GPUs alone), products of bfloat16 are not rounded to it again: at
+    logits of 16 and more that rounding is up to 0.06, which may exceed what an update at lr 1e-6 moves."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)                        # (C, V)
+    return (hidden @ weight.T).float()                                                    # (C, V)
+
+
 class ChunkedLogProb(torch.autograd.Function):
     """log softmax(h W')[y] of N positions, without (N, V) numbers in memory: forward keeps (N,) normalisers, backward
     computes each chunk's logits again.
@@ -127,7 +144,7 @@ class ChunkedLogProb(torch.autograd.Function):
         N, step = len(targets), max(1, LOGITS // len(weight))
         norm, logp, h = (torch.zeros(N, dtype=torch.float32, device=hidden.device) for _ in range(3))     # (N,) each
         for i in range(0, N, step):
-            z = (hidden[i:i + step] @ weight.T).float()                                   # (C, V)
+            z = head_logits(hidden[i:i + step], weight)                                   # (C, V)
             norm[i:i + step] = z.logsumexp(-1)                                            # (C,)
             logp[i:i + step] = z.gather(-1, targets[i:i + step, None])[:, 0] - norm[i:i + step]           # (C,)
             if entropy:                                                                   # H = log Σe^z - Σ p z
@@ -145,7 +162,7 @@ class ChunkedLogProb(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None              # (V, H)
         for i in range(0, N, step):
             h = hidden[i:i + step]                                                        # (C, H)
-            z = (h @ weight.T).float()                                                    # (C, V)
+            z = head_logits(h, weight)                                                    # (C, V)
             dz = z.sub_(norm[i:i + step, None]).exp_().mul_(-g[i:i + step, None])         # (C, V) -g p
             dz.scatter_add_(1, targets[i:i + step, None], g[i:i + step, None])            # + g 1[y]
             dz = dz.to(weight.dtype)                                                      # (C, V)
@@ -180,6 +197,8 @@ def load_model(folder, ranks, args):
     """
     from transformers.utils import logging
     logging.disable_progress_bar()
+    if ranks.device.type == "cuda":                   # not before: this is the first memory taken on a GPU
+        torch.cuda.set_device(ranks.device)
     config, auto = read_config(folder)
     options = {"dtype": torch.float32, "attn_implementation": args.attention}
     recompute = args.recompute == "on" or args.recompute == "auto" and ranks.device.type == "cuda"
@@ -215,6 +234,12 @@ def load_model(folder, ranks, args):
     return model
 
 
+def cpu_kernels_only():
+    """For a process that runs models on the CPU of a machine with GPUs: transformers would take the fused kernels of recurrent
+    layers, which refuse CPU tensors. To be called before the model is built."""
+    sys.modules.update(dict.fromkeys(("fla", "causal_conv1d")))            # None: an import of it fails
+
+
 def read_weights(folder, auto, options):
     """The whole model on the CPU; BadInput if its weights or its output head are not as expected."""
     from safetensors import SafetensorError
@@ -226,6 +251,9 @@ def read_weights(folder, auto, options):
     except (OSError, SafetensorError) as e:
         raise BadInput(f"{folder}: its weights (model.safetensors) cannot be read ({str(e).splitlines()[0]}); the folder is damaged or "
                        "not whole: copy or download it again") from None
+    except (ImportError, ValueError) as e:            # an attention that transformers does not know, or that is not installed
+        raise BadInput(f"{folder}: cannot be loaded with --attention {options['attn_implementation']} "
+                       f"({str(e).strip().splitlines()[0][:200]})") from None
     finally:
         logging.set_verbosity(verbosity)              # later ones count: that a fast kernel is not installed
     names = sorted([*info["missing_keys"], *info["unexpected_keys"], *(name for name, *_ in info["mismatched_keys"])])
@@ -233,13 +261,25 @@ def read_weights(folder, auto, options):
         raise BadInput(f"{folder}: {len(names)} weights are missing, unknown or of another shape than config.json says, {names[0]} "
                        "first; the folder is damaged or belongs to another model")
     model.eval()
-    with torch.no_grad():       # some models scale or cap logits behind the head; target_logp would be wrong for them
-        probe = torch.arange(4)[None] % model.config.get_text_config().vocab_size         # (1, 4)
-        ours = model.base_model(input_ids=probe, use_cache=False).last_hidden_state @ model.get_output_embeddings().weight.T
-        if not torch.allclose(ours, model(input_ids=probe, use_cache=False).logits, atol=1e-4):
-            raise BadInput(f"{folder}: {type(model).__name__} changes its logits behind the output head, which "
-                           "model.target_logp does not; choose another model, or add that step there")
+    if not plain_head(model):
+        raise BadInput(f"{folder}: {type(model).__name__} changes its logits behind the output head, which "
+                       "model.target_logp does not; choose another model, or add that step there")
     return model
+
+
+@torch.no_grad()
+def plain_head(model):
+    """Whether logits are hidden states times the head's weight and nothing else: some models scale or cap them, or add a bias,
+    and target_logp would be wrong for them. Asked without the blocks: their fused kernels (fla, causal_conv1d) refuse a CPU, where
+    the weights still are."""
+    layers, probe = decoder_layers(model), torch.arange(4)[None] % model.config.get_text_config().vocab_size      # (1, 4)
+    blocks, layers._modules = layers._modules, {}
+    try:
+        hidden = model.base_model(input_ids=probe, use_cache=False).last_hidden_state     # (1, 4, H)
+        ours = hidden @ model.get_output_embeddings().weight.T                            # (1, 4, V)
+        return torch.allclose(ours, model(input_ids=probe, use_cache=False).logits, atol=1e-4)
+    finally:
+        layers._modules = blocks
 
 
 def prepare(model, recompute, train_vision):

@@ -52,7 +52,7 @@ ROUND_METRICS = ("reward", "gate_mismatch", "groups_used", "groups_equal", "grou
 
 def parse_args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
-    p.add_argument("--model", required=True, help="the checkpoint that played the round")
+    p.add_argument("--model", required=True, help="the checkpoint that played the round: a folder or a hub name")
     p.add_argument("--rollouts", required=True, nargs="+", help="this round's folders, sharded or not")
     p.add_argument("--output", required=True, help="checkpoint folder to write")
     trainer.add_arguments(p, lr=1e-6, global_batch=128)
@@ -247,7 +247,7 @@ def build(args, version, identity):
 
 def load_batch(folder, index, stores):
     """batch/ -> (Responses, flat tensors): advantage, u (S,) per response; log_q, log_b, entropy (N,) per token."""
-    t = load_file(folder / "batch.safetensors")
+    t = {k: v.clone() for k, v in load_file(folder / "batch.safetensors").items()}      # no longer the file, which rank 0 replaces
     cut = lambda ids, lengths: np.split(ids.numpy(), np.cumsum(lengths.numpy())[:-1])
     responses = Responses(cut(t["prompt_ids"], t["prompt_lengths"]), cut(t["token_ids"], t["lengths"]),
                           [r["episode_id"] for r in index["responses"]], [r["pictures"] for r in index["responses"]], stores)
@@ -278,6 +278,10 @@ def previous_state(args, version):
         if state["policy_version"] != version:
             raise BadInput(f"{folder}/state belongs to policy {state['policy_version']}, but {args.model} is {version};"
                            " give as --previous the round that wrote --model, or --fresh-optimizer")
+        for name in checkpoint.SHAPE:
+            if state.get(name, getattr(args, name)) != getattr(args, name):
+                raise BadInput(f"{folder}/state was written with {name}={state[name]!r}, this command says "
+                               f"{getattr(args, name)!r}: its optimizer state does not fit; give the same, or --fresh-optimizer")
     return folder
 
 
@@ -286,12 +290,14 @@ def previous_state(args, version):
 def main():
     args = parse_args()
     output = Path(args.output)
-    if checkpoint.already_whole(output, "rl", args):
-        return 0
     ranks = trainer.Ranks(args.threads)
+    if ranks.on_main(lambda: checkpoint.already_whole(output, "rl", args)):
+        ranks.close()
+        return 0
 
     # ---- data
-    source = Path(args.model)
+    ranks.on_main(lambda: model.checkpoint_folder(args.model))                        # a hub name: downloaded here …
+    source = ranks.on_all(lambda: model.checkpoint_folder(args.model, ranks.main))    # … and, without weights, on other nodes
     version = ranks.on_main(lambda: policy_version(source))
     previous = ranks.on_main(lambda: previous_state(args, version))
     content = ranks.on_main(lambda: batch_identity(args, version))
@@ -299,6 +305,7 @@ def main():
     resume, first = ranks.on_main(lambda: checkpoint.newest_resume(output, identity))    # before batch/ may be written anew
     if ranks.main:
         save_args(output, "rl", args)
+    checkpoint.check_shared(output, ranks)
     index = ranks.on_main(lambda: build(args, version, content))
     if resume and not index["log_b"]:
         ranks.stop(f"{resume} was saved, but {output}/batch holds no log b; restore that folder, or delete {output}/resume to "
@@ -311,7 +318,8 @@ def main():
     if not index["responses"]:
         if ranks.main:
             print(f"rl: nothing to train: of {counts['groups']} groups {counts['groups_equal']} have equal rewards, "
-                  f"{counts['groups_too_small']} fewer than two valid attempts; no new checkpoint, {args.model} stays")
+                  f"{counts['groups_too_small']} fewer than two valid attempts, and none of the calls of the other "
+                  f"{counts['groups_used']} may be trained; no new checkpoint, {args.model} stays")
             write_json(output / "round.json", {**report, "trained": False})
             write_manifest(output, "rl", args, counts)
         ranks.close()
@@ -319,7 +327,7 @@ def main():
     stores = [ImageStore(f / "images") for path in args.rollouts for f in folders(path)]
     responses, data = load_batch(output / "batch", index, stores)
     batches = make_batches(responses, args)
-    pictures = ranks.on_all(lambda: model.preflight(source, responses, args.global_batch, ranks.world))
+    pictures = ranks.on_all(lambda: model.preflight(source, responses, args.global_batch, ranks.world, ranks.rank))
 
     # ---- model and optimizer
     run = trainer.Trainer(model.load_model(source, ranks, args), args, ranks, pictures)

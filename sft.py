@@ -97,15 +97,17 @@ def make_batches(responses, args):
 def main():
     args = parse_args()
     output = Path(args.output)
-    if checkpoint.already_whole(output, "sft", args):
-        return 0
     ranks = trainer.Ranks(args.threads)
+    if ranks.on_main(lambda: checkpoint.already_whole(output, "sft", args)):
+        ranks.close()
+        return 0
 
     # ---- data
-    source = ranks.on_main(lambda: model.checkpoint_folder(args.model))
+    ranks.on_main(lambda: model.checkpoint_folder(args.model))                        # a hub name: downloaded here …
+    source = ranks.on_all(lambda: model.checkpoint_folder(args.model, ranks.main))    # … and, without weights, on other nodes
     responses, counts = ranks.on_all(lambda: read_data(args))
     batches = make_batches(responses, args)
-    pictures = ranks.on_all(lambda: model.preflight(source, responses, args.global_batch, ranks.world))
+    pictures = ranks.on_all(lambda: model.preflight(source, responses, args.global_batch, ranks.world, ranks.rank))
     identity = ranks.on_main(lambda: checkpoint.run_identity(args, data_sha256=sha256_file(args.data),
                                                              policy_version=policy_version(source)))
     resume, first = ranks.on_main(lambda: checkpoint.newest_resume(output, identity))
@@ -113,6 +115,7 @@ def main():
         save_args(output, "sft", args)
         shown = " | ".join(f"{k} {v:,}" for k, v in counts.items())
         print(f"sft: {shown} | {len(batches)} steps on {ranks.world} ranks")
+    checkpoint.check_shared(output, ranks)
 
     # ---- model and optimizer
     run = trainer.Trainer(model.load_model(source, ranks, args), args, ranks, pictures)

@@ -60,13 +60,13 @@ def add_arguments(p, lr, global_batch):
     g = p.add_argument_group("run")
     g.add_argument("--seed", type=int, default=0,
                    help="of the order of episodes; rl.py: also of the draw of --max-responses")
-    g.add_argument("--threads", type=at_least(0), default=0, help="CPU threads per rank (0: torch's own choice)")
+    g.add_argument("--threads", type=at_least(0), default=0, help="CPU threads per rank (0: torch's own choice; torchrun makes it 1)")
     g.add_argument("--attention", default="sdpa", help="attention implementation of transformers")
     g.add_argument("--recompute", choices=("auto", "on", "off"), default="auto",
                    help="activation checkpointing: keep one hidden state per block; auto: on GPUs")
     g.add_argument("--save-dtype", choices=("auto", "float32", "bfloat16"), default="auto",
                    help="of the saved checkpoint; auto: bfloat16 on GPUs, float32 on CPUs")
-    g.add_argument("--save-every", type=at_least(0), default=100,
+    g.add_argument("--save-every", type=at_least(0), default=20,
                    help="resume point every so many optimizer steps (count; 0: only when stopped)")
     g.add_argument("--keep", type=at_least(1), default=2, help="newest resume points that stay (count)")
     g.add_argument("--log-every", type=at_least(1), default=1, help="print a line every so many optimizer steps (count)")
@@ -96,11 +96,12 @@ class Ranks:
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if threads:
             torch.set_num_threads(threads)
-        cuda = torch.cuda.is_available()
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+        cuda, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", 0))
+        if cuda and local >= torch.cuda.device_count():
+            raise BadInput(f"rank {self.rank} is number {local} (from 0) on its node, which shows {torch.cuda.device_count()} GPUs; "
+                           "give at most that --nproc_per_node, and look at CUDA_VISIBLE_DEVICES")
+        self.device = torch.device("cuda", local) if cuda else torch.device("cpu")
         self.sharded = self.world > 1 or cuda
-        if cuda:
-            torch.cuda.set_device(self.device)
         if self.sharded and not dist.is_initialized():      # a long time-out: rank 0 gates and saves while others wait
             alone = {} if self.world > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
             # Numbers and sentences go through gloo: no GPU memory is taken, and no NCCL watchdog runs, before the model is loaded.

@@ -292,6 +292,8 @@ def reference(folder):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
+    from model import cpu_kernels_only
+    cpu_kernels_only()
     logging.disable_progress_bar()
     try:
         auto = AutoModelForImageTextToText if hasattr(AutoConfig.from_pretrained(folder), "vision_config") else AutoModelForCausalLM
