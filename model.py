@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from pictures import load_pictures
 from records import BadInput
 
-# Logits of one chunk of target positions: C x V <= this many float32 numbers (512 MiB). Larger chunks cost memory and
-# gain little: at V = 248,320 a chunk is 540 positions, already a large matrix product.
-LOGITS = 2**27
+# Logits of one chunk of target positions: C x V <= this many float32 numbers (256 MiB). Larger chunks cost memory and
+# gain little: at V = 248,320 a chunk is 270 positions, already a large matrix product.
+LOGITS = 2**26
 COMPUTE = {"cuda": torch.bfloat16}      # dtype of gathered weights and activations by kind of device; others: float32
 
 

@@ -116,7 +116,7 @@ def test_nine_billion_fit():
     """The issue's setting: one sample of 32,768 tokens on 8 x 80 GB."""
     moments = memory.moments(memory.shape("qwen3.5-9b"), 8, 32768, 2048)
     total = {name: round(sum(items.values()) / GIB, 1) for name, items in moments.items()}
-    assert total == {"head": 37.6, "linear block, torch": 51.2, "linear block, fla": 43.8, "full-attention block": 43.0,
+    assert total == {"head": 37.3, "linear block, torch": 51.2, "linear block, fla": 43.8, "full-attention block": 43.0,
                      "root's gradient": 28.3, "update": 21.1}
     worst = moments["linear block, torch"]
     assert worst["Adam's two moments, float32, 1/R"] == 8 * (9_409_813_744 - 456_010_480) // 8
