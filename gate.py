@@ -18,7 +18,7 @@ and one rendered here have the same ids (tests/test_vllm_gate.py: thousands of o
 Departures and limits
  1. A picture must be in images/ with the bytes of its hash, and decode. With a vision-language checkpoint its placeholder
     is expanded as the processor does it, so that a picture of another size, another order of sizes or other processor
-    settings are seen. A reference to another stored picture of the same grid gives the same ids and cannot be seen; a
+    settings are seen. A reference to another stored picture with as many placeholders gives the same ids and cannot be seen; a
     text-only checkpoint renders every picture as its template's one placeholder, and cannot see any such swap.
  2. Some templates take content as text alone. vLLM then puts its placeholders of pictures into that text; here such
     a picture stays a part, and the call is gated.

@@ -17,6 +17,7 @@ import binascii
 import contextlib
 import dataclasses
 import fcntl
+import gc
 import hashlib
 import json
 import os
@@ -427,12 +428,16 @@ STOPPED = 4       # exit code of a stage that a STOP file, SIGINT or SIGTERM end
 
 
 def run_main(main):
-    """Runs a script's main(); BadInput becomes one line on stderr and exit code 2."""
+    """Runs a script's main() and exits with its code; BadInput becomes one line on stderr and exit code 2."""
     try:
-        sys.exit(main() or 0)
+        code = main() or 0
     except BadInput as e:
         print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
     except KeyboardInterrupt:                              # a stage in its episodes ends itself (interrupts.Signals); this is anywhere else
         print("stopped by SIGINT; repeat the command to go on", file=sys.stderr)
-        sys.exit(STOPPED)
+        code = STOPPED
+    except SystemExit as e:                                # argparse, trainer.Ranks.stop
+        code = e.code
+    gc.collect()       # a sharded model holds its process group: if a thread of that lives when Python ends, it may abort the process
+    sys.exit(code)

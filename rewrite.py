@@ -22,8 +22,8 @@ Departures and choices (ours)
  2. --rewriter rules drops dependent clauses and sentences and writes nothing new. The paper's rewriter and judge are
     models (--rewriter URL, --judge URL); the rules guard them: same detectors, tool calls byte for byte. After
     --rewrite-attempts refusals (the sources give no number), or where the server refuses the request (400: too long,
-    a content filter), the response is history only. A model is asked for
-    possible targets alone: not for calls after success, nor where an argument leans on memory.
+    a content filter), the response is history only. A model is asked for possible targets alone: not for calls after
+    success, nor where an argument leans on memory.
  3. --mode mask leaves flagged responses out as targets. History is the same in both modes (earlier responses as the
     student would have given them; with models, give both arms one --answers file and only the first pays), so mask's
     rows are a subset of rewrite's and the two arms differ in coverage alone. In a refused response, whatever the
@@ -33,7 +33,7 @@ Departures and choices (ours)
  5. What the harness changed between calls (shortened results, dropped reasoning) stays as recorded in each
     call.
 
-    python rewrite.py --teacher run/teacher --student run/base --output run/sft-data
+    python rewrite.py --teacher run/teacher --student run/base --output run/rewrite
     python rewrite.py … --rewriter http://127.0.0.1:8000/v1 --judge http://127.0.0.1:8000/v1
     torchrun …    not needed: one process does about 1,000 calls/s; torchrun sft.py splits the rows
 """

@@ -19,7 +19,7 @@ the newest resume/step-N on the same command, with the log b of batch/; finished
 a file OUTPUT/STOP end it after the current step, with a resume point and exit code 4 (under torchrun see sft.py; while log b is
 computed a SIGTERM just ends it).
 
-    python rl.py --model run/sft-ckpt --rollouts run/round-1 --output run/rl-1 --round 1 --rounds 6
+    python rl.py --model run/sft --rollouts run/round-1 --output run/rl-1 --round 1 --rounds 6
     torchrun --nproc_per_node 8 rl.py --model run/rl-1 --previous run/rl-1 --rollouts run/round-2 \\
         --output run/rl-2 --round 2 --rounds 6
 """

@@ -14,8 +14,8 @@ or a file OUTPUT/STOP end it after the current step, with a resume point and exi
 just ends it). torchrun turns every exit code into 1, and kills what SIGTERM did not end within 30 s: where a step and its
 resume point take longer, give it --shutdown-timeout 1800, or use STOP.
 
-    python sft.py --model run/base --data run/sft/sft.jsonl --output run/sft-ckpt
-    torchrun --nproc_per_node 8 sft.py --model Qwen/Qwen3.5-9B --data run/sft/sft.jsonl --output run/sft-ckpt
+    python sft.py --model run/base --data run/rewrite/sft.jsonl --output run/sft
+    torchrun --nproc_per_node 8 sft.py --model Qwen/Qwen3.5-9B --data run/rewrite/sft.jsonl --output run/sft
 """
 
 import argparse

@@ -125,13 +125,26 @@ def test_ids_patches_and_grids_are_those_of_the_whole_processor(tokenizer, visio
     ids = gate.render_prompt(tokenizer, messages, TOOLS, {}, images, vision)
     assert ids == wanted["input_ids"][0].tolist()
     patches, grids = zip(*(vision.inputs(f) for f in (B, A, C)))
-    assert torch.equal(torch.cat(patches), wanted["pixel_values"]) and torch.equal(torch.stack(grids), wanted["image_grid_thw"])
+    assert torch.equal(torch.cat(patches[:2]), wanted["pixel_values"][:40]) and torch.equal(torch.stack(grids), wanted["image_grid_thw"])
+    assert 0 < (patches[2] - wanted["pixel_values"][40:]).abs().max() < 0.05               # C is resized: by torch's filter, not by Pillow's
     assert [tuple(p.shape) for p in patches] == [(24, 1536), (16, 1536), (96, 1536)]      # C: 300 x 200 becomes 192 x 128
     assert patches[0].dtype == torch.float32 and grids[0].dtype == torch.int64 and grids[2].tolist() == [1, 8, 12]
     assert [vision.count(f) for f in (B, A, C)] == [6, 4, 24] and ids.count(vision.token) == 34
     at = [i for i, t in enumerate(ids) if t == vision.token]
     assert [at[0], at[6], at[10]] == [i + 1 for i, t in enumerate(ids) if t == tokenizer.convert_tokens_to_ids("<|vision_start|>")]
     assert wanted["mm_token_type_ids"][0].nonzero()[:, 0].tolist() == at
+
+
+def test_a_picture_is_resized_as_torchvision_does_it(tmp_path):
+    """vLLM resizes with torchvision. The hash is that of the levels which torchvision 0.28 gives this picture in transformers' own
+    Qwen2VLImageProcessor (its wheel does not load beside this torch); Pillow's filter gives others."""
+    vision = load_pictures(make_checkpoint(tmp_path, size={"shortest_edge": 256**2, "longest_edge": 4096**2}))
+    data = file(noise(641, 483))                           # becomes 640 x 480
+    levels = lambda pixels: ((pixels * 0.4 + 0.5) * 255).round().to(torch.uint8)           # (1200, 1536)
+    ours = levels(vision.inputs(data)[0])
+    assert hashlib.sha256(ours.numpy().tobytes()).hexdigest() == "5e20513b3514a86c30f5e8457498de426b4e00af369eea7cf4dc7226de7724a7"
+    pillow = levels(Qwen2VLImageProcessorPil.from_pretrained(tmp_path)(images=[decode(data)], return_tensors="pt")["pixel_values"])
+    assert 0.3 < (ours != pillow).float().mean() < 0.32 and (ours.int() - pillow.int()).abs().max() == 23
 
 
 @pytest.mark.parametrize("width,height", [(64, 64), (1, 100), (31, 33), (640, 480), (2000, 20), (255, 257), (48, 16)])
@@ -272,7 +285,8 @@ def edit(path, **fields):
     (lambda f: edit(f / "preprocessor_config.json", merge_size=1), "merge_size 1 in preprocessor_config.json, but spatial_merge_size 2"),
     (lambda f: edit(f / "preprocessor_config.json", patch_size=14), "patch_size 14 in preprocessor_config.json, but patch_size 16"),
     (lambda f: edit(f / "preprocessor_config.json", image_processor_type="CLIPImageProcessor"), "pictures of CLIPImageProcessorPil are not supported"),
-], ids=["missing", "broken", "merge", "patch", "clip"])
+    (lambda f: edit(f / "preprocessor_config.json", size={"min_pixels": 4096, "max_pixels": 8192}), "has no shortest_edge and longest_edge"),
+], ids=["missing", "broken", "merge", "patch", "clip", "size"])
 def test_checkpoints_that_are_refused_at_first_use(folder, tmp_path, change, words):
     shutil.copytree(folder, tmp_path / "m")
     change(tmp_path / "m")
@@ -292,7 +306,7 @@ def test_the_original_processor_names_its_torchvision_class(folder, tmp_path, vi
     shutil.copytree(folder, tmp_path / "m")
     edit(tmp_path / "m" / "preprocessor_config.json", image_processor_type="Qwen2VLImageProcessorFast", processor_class="Qwen3VLProcessor")
     other = load_pictures(tmp_path / "m")
-    assert type(other.processor) is Qwen2VLImageProcessorPil and torch.equal(other.inputs(C)[0], vision.inputs(C)[0])
+    assert isinstance(other.processor, Qwen2VLImageProcessorPil) and torch.equal(other.inputs(C)[0], vision.inputs(C)[0])
 
 
 # ---------------------------------------------------------------------------------------------- the gate

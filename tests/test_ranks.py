@@ -38,7 +38,7 @@ def whole(data, recorded, tiny_dir, tmp_path_factory):
 RANKS = """import contextlib, io, json, os, pathlib, signal, sys, time
 sys.path.insert(0, {root!r})
 import torch.distributed, loss, records, rl, sft, trainer
-torch.distributed.destroy_process_group = lambda: None              # one group for all runs
+destroy, torch.distributed.destroy_process_group = torch.distributed.destroy_process_group, lambda: None      # one group for all runs
 rank, folder = int(os.environ["RANK"]), pathlib.Path({folder!r})
 log, sft_loss = trainer.Metrics.log, loss.sft_loss
 def signalled(self, row, work):                                     # to rank 1 alone
@@ -64,6 +64,7 @@ for i, (stage, hook, argv) in enumerate(json.loads((folder / "runs.json").read_t
         except SystemExit as end:
             code = end.code
     (folder / f"{{i}}-{{rank}}.json").write_text(json.dumps([code, err.getvalue()]))
+import gc; gc.collect(); destroy()           # as records.run_main: or gloo's threads may abort at the exit
 sys.exit(code)
 """
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from test_trainer import arguments, run_main, write_round
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2VLImageProcessorPil, Qwen3VLProcessor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3VLProcessor
 
 import batches
 import gate
@@ -297,7 +297,7 @@ def documented(folder, data, chosen):
     auto, processor = AutoModelForCausalLM, None
     if data.pictures:
         auto = AutoModelForImageTextToText
-        processor = WithoutVideo(Qwen2VLImageProcessorPil.from_pretrained(folder), tokenizer, None, tokenizer.chat_template)
+        processor = WithoutVideo(load_pictures(folder).processor, tokenizer, None, tokenizer.chat_template)
     net = auto.from_pretrained(folder, dtype=torch.float32).eval()
     for s in chosen:
         text = tokenizer.apply_chat_template(data.messages[s], tokenize=False, add_generation_prompt=True)

@@ -164,7 +164,7 @@ import sys; sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import torch, torch.distributed as dist
 import model, sft, trainer
 from test_trainer import arguments
-dist.destroy_process_group = lambda: None                  # one group for all of it
+destroy, dist.destroy_process_group = dist.destroy_process_group, lambda: None             # one group for all of it
 for folder in {loads!r}:
     net, (_, auto) = model.load_model(folder, trainer.Ranks(), arguments()), model.read_config(folder)
     whole = auto.from_pretrained(folder, dtype=torch.float32)
@@ -179,6 +179,7 @@ for folder in {loads!r}:
     sys.stdout.write(f"loaded {{folder}} {{chr(32).join(map(str, tied))}}\\n")   # in one piece: both ranks share the pipe
 for sys.argv in {runs!r}:
     sft.main()
+import gc; gc.collect(); destroy()           # as records.run_main: or gloo's threads may abort at the exit
 """
 
 

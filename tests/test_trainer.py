@@ -94,8 +94,9 @@ def run_ranks(folder, script, *runs, ranks=2):
     """Runs a script's main() once per argument list, in one torchrun launch (start-up takes seconds)."""
     driver = folder / "driver.py"
     driver.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {script}, torch.distributed\n"
-                      "torch.distributed.destroy_process_group = lambda: None      # one group for all runs\n"
-                      f"for sys.argv in {[['x', *map(str, argv)] for argv in runs]!r}: {script}.main()\n")
+                      "destroy, torch.distributed.destroy_process_group = torch.distributed.destroy_process_group, lambda: None  # one group\n"
+                      f"for sys.argv in {[['x', *map(str, argv)] for argv in runs]!r}: {script}.main()\n"
+                      "import gc; gc.collect(); destroy()         # as records.run_main: or gloo's threads may abort at the exit\n")
     return run_script(driver, ranks=ranks)
 
 
