@@ -21,13 +21,16 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+import protocol
 import records
 import template_kwargs
+from harness import world
 from harness.pool import WorkerPool, WorkersKeepDying
 from interrupts import Signals
 from upstream import UpstreamError
 from records import at_least, BadInput, Episode, JsonlWriter, lock_folder, PROFILES, writing
 
+RECYCLE = 250           # LIBERO episodes that a harness process runs before another takes its place: robosuite's memory grows
 HOPELESS = 12           # invalid episodes in a row from the start: the run ends, something is broken that no retry mends
 SLOW_SHARE = 0.5        # of a timed-out episode's seconds: more than this in upstream errors or queueing makes it invalid, not failed
 
@@ -43,6 +46,8 @@ class SkillsAdapter:
                 "max_tokens": args.max_tokens, "turns": args.turns, "seconds": args.seconds,
                 "history_budget": args.history_budget, "pictures": args.pictures, "request_timeout": args.request_timeout,
                 "chat_template_kwargs": args.chat_template_kwargs,
+                "noise": args.noise if spec["suite"].startswith("libero") else None,
+                "noise_seed": f"{getattr(args, 'round', 0)}/{args.seed}/{spec['episode_id'].rsplit('.', 1)[0]}",
                 "memory": spec.get("memory"), "memory_write": spec.get("memory_write", False), "video": spec.get("video")}
 
     def episode(self, spec, outcome, calls, policy_version):
@@ -100,6 +105,9 @@ def add_rollout_arguments(p, *, sampling):
     g.add_argument("--seconds", type=at_least(1.0, float), default=7200, help="wall time per episode (s; RPent's limit)")
     g.add_argument("--history-budget", type=at_least(1), default=60_000,
                    help="characters of history before the harness edits it (a picture counts 1,000)")
+    g.add_argument("--noise", type=at_least(0.0, float), default=None,
+                   help="LIBERO: standard deviation of perceived positions and of grasp points (mm, seeded per attempt; 0: the executor's "
+                        f"ceiling); default: {world.LIBERO_NOISE:g}")
     g.add_argument("--pictures", action="store_true", help="send a picture after each motion (needs a planner that takes pictures)")
     g.add_argument("--workers", type=at_least(1), default=2, help="harness processes")
     g.add_argument("--concurrency", type=at_least(1), default=16,
@@ -115,55 +123,6 @@ def add_rollout_arguments(p, *, sampling):
     g.add_argument("--shard", default=None, metavar="I/N",
                    help="do every Nth start (task, initial state), with all its attempts, from the Ith; "
                         "default: RANK/WORLD_SIZE under torchrun, else all")
-
-
-def parse_suites(text):
-    """'a,b' -> {suite: [Task]}; BadInput for an unknown one."""
-    from harness.world import task_list
-    suites = {}
-    for suite in text.split(","):
-        try:
-            suites[suite] = task_list(suite)
-        except (ValueError, ImportError) as e:
-            raise BadInput(f"--suites: {e}") from None
-    return suites
-
-
-def parse_inits(text, option="--inits"):
-    """'1-10,45,100-199' -> [1, …]; duplicates and backward ranges refused."""
-    inits = []
-    for part in text.split(","):
-        m = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        if not m:
-            raise BadInput(f"{option} {text!r}: expected numbers and ranges such as 1-10,45, found {part!r}")
-        if int(m[2] or m[1]) < int(m[1]):
-            raise BadInput(f"{option} {text!r}: {part.strip()!r} runs backwards")
-        inits += range(int(m[1]), int(m[2] or m[1]) + 1)
-    if len(set(inits)) != len(inits):
-        raise BadInput(f"{option} {text!r}: a number stands twice")
-    return inits
-
-
-EVALUATION_STATES = range(1, 11)        # of every task: never collected from, never trained on
-MEMORY_STATES = range(0, 1)
-VALIDATION_STATES = range(45, 50)
-
-
-def check_states(specs):
-    """BadInput if a spec names an initial state that its world does not have."""
-    from harness.world import task_list, world_class
-    for suite, index, init in {(s["suite"], s["index"], s["init"]) for s in specs}:
-        try:
-            world_class(suite).check_init(task_list(suite)[index], init)
-        except ValueError as e:
-            raise BadInput(f"--inits: {e}") from None
-
-
-def refuse_evaluation_states(inits, stage):
-    bad = [i for i in inits if i in EVALUATION_STATES or i in VALIDATION_STATES or i in MEMORY_STATES]
-    if bad:
-        raise BadInput(f"--inits: {stage} must not use states {bad[:12]}: 0 is for memory, 1-10 for evaluation, 45-49 for validation; "
-                       "training states are 11-44, and on tabletop also 100 upwards")
 
 
 def parse_shard(text):
@@ -184,7 +143,8 @@ def parse_shard(text):
 # ---------------------------------------------------------------------------------------------- running attempts
 
 FREE = {  # arguments that may differ between a killed run and the one that continues it
-    "workers", "concurrency", "retries", "shard", "teacher", "slots", "batch", "request_timeout", "video", "target_successes", "limit",
+    "workers", "concurrency", "retries", "shard", "teacher", "slots", "batch", "request_timeout", "video", "video_format",
+    "target_successes", "limit",
     "engine", "engine_url", "replicas", "tensor_parallel", "vllm_python", "gpu_memory", "probe", "startup"}
 ENGINE_OPTIONS = {"max_length", "max_images", "tool_parser", "reasoning_parser"}
 
@@ -277,7 +237,9 @@ async def run_in_loop(args, specs, stage, upstream, enough, shard=None, stop_in=
         try:
             if not specs:
                 raise BadInput(f"{stage}: no episode to run; check --suites, --tasks, --inits, --attempts")
-            check_states(specs)
+            protocol.check_states(specs)
+            protocol.settle_noise(args, {s["suite"] for s in specs})
+            protocol.check_pictures(args, {s["suite"] for s in specs})
             shard, shards = shard or parse_shard(args.shard)
             check_split(args.output, shards)
             folder = Path(args.output) / (f"shard-{shard}-of-{shards}" if shards > 1 else "")
@@ -316,7 +278,7 @@ class Run:
         self.writer = JsonlWriter(folder / "episodes.jsonl")
         self.todo = collections.deque(s for s in specs if self.key(s) not in done)
         self.total, self.resumed, self.already = len(specs), len(specs) - len(self.todo), len(self.episodes)
-        self.enough = lambda: enough is not None and enough(self.episodes)
+        self.ask_enough, self.enough = enough, lambda: enough is not None and enough(self.episodes)
         self.proxy = self.pool = self.bar = None
         self.stop_file, self.abandoned, self.stop_places = False, 0, [folder, args.output, *filter(None, [stop_in])]
 
@@ -344,8 +306,10 @@ class Run:
             self.port, self.proxy = await proxy.start(), proxy       # also records what a killed run left in flight
         if not more:
             return
-        threads = 1 if any(s["suite"].startswith("libero") for s in self.todo) else args.concurrency
-        self.pool = WorkerPool(min(args.workers, max(1, len(self.todo))), threads)
+        libero = any(s["suite"].startswith("libero") for s in self.todo)
+        threads = 1 if libero else args.concurrency
+        self.by_task = libero and self.ask_enough is None    # an early end shall have seen every task; else: build each scene once
+        self.pool = WorkerPool(min(args.workers, max(1, len(self.todo))), threads, RECYCLE if libero else None)
         self.bar = tqdm(total=self.total, initial=self.resumed, desc=self.stage, unit="episode", file=sys.stdout, dynamic_ncols=True,
                         mininterval=1.0 if sys.stdout.isatty() else 20.0)     # in a log file, a line now and then
         await self.pool.start()
@@ -389,20 +353,41 @@ class Run:
             if any((Path(place) / "STOP").exists() for place in self.stop_places):
                 self.stop_file = True
                 return
+            worker = await self.pool.take()
+            if not self.todo:
+                self.pool.give(worker)
+                return
             try:
-                await self.attempt(self.todo.popleft())
+                await self.attempt(self.next_for(worker), worker)
             except (asyncio.CancelledError, BadInput):
                 self.abandoned += 1                          # no line: the repeated command runs it again under a new id
                 raise
 
-    async def attempt(self, spec):
+    def next_for(self, worker):
+        """The first spec to do; LIBERO: the first of the task whose scene this worker has built, else of one that none has, if any."""
+        task, spec = lambda s: (s["suite"], s["index"]), self.todo[0]
+        if self.by_task:
+            mine, all_of_them = self.pool.last.get(worker), set(self.pool.last.values())
+            spec = next((s for s in self.todo if task(s) == mine), None) or \
+                next((s for s in self.todo if task(s) not in all_of_them), spec)
+        self.todo.remove(spec)
+        self.pool.last[worker] = task(spec)
+        return spec
+
+    async def attempt(self, spec, worker):
+        try:
+            await self.tries_of(spec, worker)
+        finally:
+            self.pool.give(worker)
+
+    async def tries_of(self, spec, worker):
         name = f"{spec['suite']}-{spec['index']}.i{spec['init']}.a{spec['attempt']}"
         while self.failures[self.key(spec)] <= self.args.retries:
             spec = {**spec, "episode_id": f"{name}.r{self.tries[name]}"}
             self.tries[name] += 1
             job = self.adapter.job(spec, f"http://127.0.0.1:{self.port}/ep/{spec['episode_id']}/v1", self.args, self.upstream.model)
             try:
-                outcome = await self.pool.run(job, self.args.seconds + 3 * self.args.request_timeout + 60)   # three tries of a call
+                outcome = await self.pool.run(worker, job, self.args.seconds + 3 * self.args.request_timeout + 60)   # three tries of a call
             except WorkersKeepDying as e:
                 raise BadInput(f"{self.stage}: {e}; mend the cause and repeat the command") from None
             await self.proxy.settle(spec["episode_id"])

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import adapters
 import endpoint
+import protocol
 import serving
 import template_kwargs
 from records import at_least, BadInput, Formatter, run_main, STOPPED, writing
@@ -53,18 +54,12 @@ def parse_args():
                    help="scripted: chance that a reply leans on memory (0 to 1); in 1/12 of it a pick uses remembered coordinates")
     g.add_argument("--no-memory", action="store_true", help="neither write nor read memory")
     adapters.add_rollout_arguments(p, sampling="train")
-    engine = argparse.ArgumentParser(add_help=False)
-    for parser in (p, engine):
-        serving.add_engine_arguments(parser, required=False)
+    serving.add_engine_arguments(p, required=False)
     args = p.parse_args()
     if args.teacher == "model" and not args.model:
         p.error("--teacher model: --model names its checkpoint")
     if args.teacher != "model":
-        for name, default in vars(engine.parse_args([])).items():
-            if getattr(args, name) != default:
-                p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: --teacher {args.teacher} does not honour it; it is for "
-                        "--teacher model")
-            delattr(args, name)
+        serving.without_engine(p, args, f"--teacher {args.teacher}")
         if args.teacher != "scripted" and not all(url.startswith(("http://", "https://")) for url in args.teacher.split(",")):
             p.error(f"--teacher {args.teacher!r}: expected 'scripted', 'model' or URLs (http://…/v1)")
     for name in ("grasp_skill", "gives_up", "leans"):
@@ -78,8 +73,8 @@ def make_teacher(args, server=None):
     if server is not None:
         return endpoint.Shared(server)
     if args.teacher == "scripted":
-        from harness.teacher import ScriptedTeacher
-        return ScriptedTeacher(args.grasp_skill, args.gives_up, args.leans)
+        from harness.teacher import expert_for
+        return expert_for(args.suites.split(","), args.grasp_skill, args.gives_up, args.leans)
     return endpoint.Endpoint(args.teacher, args.teacher_name, args.teacher_model, args.teacher_api)
 
 
@@ -89,14 +84,14 @@ def memory_folder(args):
 
 async def explore(args, tasks, teacher):
     """State 0 of every task, once, with memory_write; teacher(args) -> upstream. True if whole. Never becomes training data."""
-    from harness.teacher import GLOBAL_MEMORY
+    from harness.teacher import global_memory
     memory = memory_folder(args)
     with writing(memory):
         memory.mkdir(parents=True, exist_ok=True)
-        (memory / "global.md").write_text(GLOBAL_MEMORY + "\n")
+        (memory / "global.md").write_text(global_memory(args.suites.split(",")) + "\n")
     first = copy.copy(args)
     first.output, first.target_successes = str(Path(args.output) / "explore"), None
-    first.grasp_skill, first.leans = 1.0, 0.0        # exploring has all the time it wants; the handicap is for the training states
+    first.grasp_skill, first.leans, first.turns = 1.0, 0.0, 2 * args.turns      # exploring has time; the handicap is for training
     shard, shards = adapters.parse_shard(args.shard)
     if shards > 1:
         first.output += f"-{shard}"
@@ -153,10 +148,12 @@ def main():
         what = "scripted" if args.teacher == "scripted" else "with --teacher-api openai"
         raise BadInput(f"{template_kwargs.OPTION}: a teacher {what} has no chat template that takes it; give it to rewrite.py for the "
                        "student's contexts, or --teacher-api vllm where the server is vLLM")
-    inits = adapters.parse_inits(args.inits)
-    adapters.refuse_evaluation_states(inits, "collect.py")
-    suites = adapters.parse_suites(args.suites)
-    chosen = adapters.parse_inits(args.tasks, "--tasks") if args.tasks else None
+    inits = protocol.parse_inits(args.inits)
+    protocol.refuse_evaluation_states(inits, "collect.py")
+    suites = protocol.parse_suites(args.suites, "collect.py")
+    if args.teacher == "scripted":
+        protocol.one_world(suites)
+    chosen = protocol.parse_inits(args.tasks, "--tasks") if args.tasks else None
     tasks = [(s, t.index) for s, ts in suites.items() for t in ts if chosen is None or t.index in chosen]
     return asyncio.run(collect(args, tasks, inits))
 

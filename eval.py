@@ -26,54 +26,24 @@ With several attempts per start, intervals and test take attempts as independent
 
 import argparse
 import itertools
-import math
 import time
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from scipy.stats import binomtest
-
 import adapters
+import figures
+import protocol
 import serving
 import records
 import template_kwargs
+from harness import frames, libero_plus
+from harness.world import world_of
 from records import BadInput
+from stats import percent, rate, sign_test
 
 FAILURES = ("grasp", "language", "second_step", "format", "other")     # Episode.extra["failure"], set by the harness
 MEASURES = {"reward": lambda e: e.reward, "latched": lambda e: e.success_latched, "final": lambda e: e.success_final}
-
-
-# ---------------------------------------------------------------------------------------------- statistics
-
-def wilson(k, n, z=1.959963984540054):
-    """95 % Wilson score interval of k successes in n trials -> (low, high) in [0, 1]; (0, 1) for n = 0."""
-    assert 0 <= k <= n, f"{k} of {n}"
-    if n == 0:
-        return 0.0, 1.0
-    p, z2n = k / n, z * z / n
-    middle, half = (p + z2n / 2) / (1 + z2n), z / (1 + z2n) * math.sqrt(p * (1 - p) / n + z2n / (4 * n))
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def sign_test(wins, losses):
-    """Exact two-sided p of the paired sign test (McNemar's exact test): wins ~ Binomial(wins + losses, 1/2)."""
-    return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
-
-
-def rate(values):
-    """Iterable of 0/1 -> {"success", "low", "high", "k", "n"}; success = k / n, null for n = 0."""
-    values = [bool(v) for v in values]
-    k, n = sum(values), len(values)
-    low, high = wilson(k, n)
-    return {"success": k / n if n else None, "low": low, "high": high, "k": k, "n": n}
-
-
-def percent(r, invalid=0):
-    """'61.2 % [58.0, 64.3] (n 800, 2 invalid)': a rate is never shown without what it leaves out."""
-    if not r["n"]:
-        return f"no valid episode ({invalid} invalid)"
-    return f"{100 * r['success']:.1f} % [{100 * r['low']:.1f}, {100 * r['high']:.1f}] (n {r['n']}, {invalid} invalid)"
 
 
 # ---------------------------------------------------------------------------------------------- reports
@@ -82,10 +52,22 @@ def suite_of(episode):
     return episode.task.rsplit("/", 1)[0]
 
 
+def groups_of(episode):
+    """What an episode is counted under: "all", its suite and, if that is of LIBERO-Plus, its category of perturbation."""
+    try:
+        category = libero_plus.category_of(episode.task)
+    except ImportError as e:
+        raise BadInput(f"episode {episode.episode_id}: {e}") from None
+    return ["all", suite_of(episode), *([category] if category else [])]
+
+
 def by_suite(episodes):
-    """episodes -> {"all": …, suite: …, …}"""
-    suites = sorted({suite_of(e) for e in episodes})
-    return {"all": list(episodes), **{s: [e for e in episodes if suite_of(e) == s] for s in suites}}
+    """episodes -> {"all": …, suite: …, category: …, …}"""
+    groups = {"all": []}
+    for e in episodes:
+        for name in groups_of(e):
+            groups.setdefault(name, []).append(e)
+    return dict(sorted(groups.items(), key=lambda item: (item[0] != "all", item[0] in libero_plus.CATEGORIES, item[0])))
 
 
 def failure_of(episode):
@@ -212,7 +194,7 @@ def compare(a, b, measure="reward"):
     in_a, in_b = by_suite(a.episodes), by_suite(b.episodes)
     for name in sorted(in_a.keys() | in_b.keys(), key=lambda s: (s != "all", s)):
         ea, eb = in_a.get(name, []), in_b.get(name, [])
-        mine = [(bool(get(x)), bool(get(y))) for x, y in paired if name in ("all", suite_of(x))]
+        mine = [(bool(get(x)), bool(get(y))) for x, y in paired if name in groups_of(x)]
         wins, losses = sum(y and not x for x, y in mine), sum(x and not y for x, y in mine)
         rows[name] = {
             "a": rate(get(e) for e in ea if e.valid), "invalid_a": sum(not e.valid for e in ea),
@@ -263,94 +245,84 @@ def gains(summaries):
             for x, y in itertools.pairwise(summaries)]
 
 
-# ---------------------------------------------------------------------------------------------- figures
-
-def axes(width, height):
-    from matplotlib.figure import Figure            # not pyplot: no display, no global state
-    figure = Figure(figsize=(width, height), layout="constrained")
-    ax = figure.subplots()
-    ax.set_ylim(0, 100)
-    ax.set_ylabel("success, % (bars: 95 % Wilson)")
-    ax.grid(axis="y", alpha=.3)
-    return figure, ax
-
-
-def errors(rates):
-    """Rates -> heights and the two rows of error-bar lengths, in %; nothing is drawn for a rate of n = 0."""
-    height = [100 * r["success"] if r["n"] else math.nan for r in rates]
-    return height, [[h - 100 * r["low"] for h, r in zip(height, rates, strict=True)],
-                    [100 * r["high"] - h for h, r in zip(height, rates, strict=True)]]
-
-
-def bar_figure(path, names, suites):
-    """suites: {suite: [a rate per name]} -> a PNG, one cluster of bars per suite."""
-    figure, ax = axes(max(4.8, 1.5 + .5 * len(suites) * len(names)), 3.6)
-    for i, name in enumerate(names):
-        height, error = errors([rates[i] for rates in suites.values()])
-        width = .8 / len(names)
-        left = [x + (i - (len(names) - 1) / 2) * width for x in range(len(suites))]
-        ax.bar(left, height, width, yerr=error, capsize=3, label=name)
-    ax.set_xticks(range(len(suites)), suites)
-    ax.legend(frameon=False, ncols=len(names), loc="upper left")
-    figure.savefig(path, dpi=140)
-
-
-def learning_figure(path, rounds, evaluations):
-    """rounds, evaluations: {name: summary}; training success by round -> a PNG, evaluations as dashed lines."""
-    figure, ax = axes(6.4, 3.6)
-    x = range(1, len(rounds) + 1)
-    height, error = errors(list(rounds.values()))
-    ax.errorbar(x, height, yerr=error, marker="o", capsize=3, label="training attempts")
-    if all(s["picks_right"] is not None for s in rounds.values()):
-        ax.plot(x, [100 * s["picks_right"] for s in rounds.values()], "s:", ms=4, label="right grasps, % of picks")
-    for i, (name, s) in enumerate(evaluations.items()):
-        if s["n"]:
-            ax.axhline(100 * s["success"], ls="--", lw=1, color=f"C{i + 2}", label=f"{name}, evaluation")
-    ax.set_xticks(x, ["".join(filter(str.isdigit, name)) or name for name in rounds])
-    ax.set_xlabel("round")
-    ax.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=140)
-
-
 # ---------------------------------------------------------------------------------------------- subcommands
 
+def make_expert(args, suites):
+    """--expert -> (scripted upstream, the memory folder that it may read or None)."""
+    from harness.teacher import expert_for
+    protocol.one_world(suites)
+    if args.expert == "perfect":
+        return expert_for(list(suites), 1.0, 0.0, 0.0, perfect=True), None
+    saved, memory = records.read_json(Path(args.teacher) / "args.json"), Path(args.teacher).resolve() / "memory"
+    if saved.get("stage") != "collect" or saved.get("teacher") != "scripted":
+        raise BadInput(f"--teacher {args.teacher}: its args.json is of no collect.py run with --teacher scripted")
+    handicap = {k: saved[k] for k in ("grasp_skill", "gives_up", "leans")}
+    print(f"expert: {' '.join(f'{k}={v}' for k, v in handicap.items())}, inherited from {args.teacher}")
+    if args.expert == "memory" and not memory.is_dir():
+        raise BadInput(f"--teacher {args.teacher}: has no memory/; it was collected with --no-memory")
+    return expert_for(list(suites), **handicap), str(memory) if args.expert == "memory" else None
+
+
+def choose_film(args, specs):
+    """--video -> the spec of the episode to film, with "video": the file to write; or None. BadInput if that cannot be done here."""
+    if not args.video:
+        if args.video_format:
+            raise BadInput(f"--video-format {args.video_format}: there is no --video to write in it")
+        return None
+    names = {"{suite}/{index}:{init}:{attempt}".format(**s): s for s in specs}
+    film = names.get(args.video) or names.get(f"{args.video}:0")
+    if not film:
+        raise BadInput(f"--video {args.video}: not among this run's episodes; expected SUITE/INDEX:INIT or "
+                       f"SUITE/INDEX:INIT:ATTEMPT, e.g. {next(iter(names))}")
+    form = args.video_format or "gif"
+    try:
+        print(f"--video: rendered by {frames.check(world_of(film['suite']), form)}")
+    except RuntimeError as e:
+        raise BadInput(f"--video {args.video}: {e}; no episode was run") from None
+    film["video"] = str((Path(args.output) / f"episode.{form}").resolve())
+    return film
+
+
 def run_episodes(args):
-    inits, suites = adapters.parse_inits(args.inits), adapters.parse_suites(args.suites)
-    chosen = adapters.parse_inits(args.tasks, "--tasks") if args.tasks else None
-    tasks = [(s, t.index) for s, ts in suites.items() for t in ts if chosen is None or t.index in chosen]
+    inits, suites = protocol.parse_inits(args.inits), protocol.parse_suites(args.suites)
+    chosen = protocol.parse_inits(args.tasks, "--tasks") if args.tasks else None
+    named = [(s, t.index) for s, ts in suites.items() for t in ts if chosen is None or t.index in chosen]
+    tasks = libero_plus.runnable(named, args.pictures)
     # Attempts and states outermost: a run that is cut by --limit or STOP has still seen every task.
     specs = [{"suite": s, "index": i, "init": init, "attempt": a}
              for a in range(args.attempts) for init in inits for s, i in tasks][:args.limit]
     if not specs or (args.limit is not None and args.limit < 1):
         raise BadInput(f"--suites {args.suites} --tasks {args.tasks} --inits {args.inits} --attempts "
                        f"{args.attempts} --limit {args.limit}: no episode is left to run")
-    if args.video:
-        film = [s for s in specs if f"{s['suite']}/{s['index']}:{s['init']}" == args.video][:1]
-        if not film:
-            raise BadInput(f"--video {args.video}: not among this run's episodes; expected SUITE/INDEX:INIT, "
-                           f"e.g. {specs[0]['suite']}/{specs[0]['index']}:{specs[0]['init']}")
-        film[0]["video"] = str((Path(args.output) / "episode.gif").resolve())
-    trained = [i for i in inits if i not in (*adapters.EVALUATION_STATES, *adapters.VALIDATION_STATES)]
+    film = choose_film(args, specs)
+    plus = suites.keys() <= libero_plus.SUITES.keys()           # its one state, 0, is held out: no stage trains on these suites
+    trained = [i for i in inits if not plus and i not in (*protocol.EVALUATION_STATES, *protocol.VALIDATION_STATES)]
     if trained:
         print(f"note: states {args.inits} are not all held out ({len(trained)} are memory or training states)")
-    template_kwargs.check(args.chat_template_kwargs, args.model)
-    template_kwargs.note_training(args.chat_template_kwargs, args.model)
-    upstream = serving.make_upstream(args)
+    if args.expert:
+        upstream, memory = make_expert(args, suites)
+        specs = [{**s, "memory": memory} for s in specs]
+    else:
+        template_kwargs.check(args.chat_template_kwargs, args.model)
+        template_kwargs.note_training(args.chat_template_kwargs, args.model)
+        upstream = serving.make_upstream(args)
     policy_version, began = upstream.policy_version, time.monotonic()
     episodes, folder = adapters.run(args, specs, "eval", upstream)
     if not (folder / "manifest.json").exists():      # a STOP file or a signal ended the run; adapters.run has said so
         return records.STOPPED
-    if args.video and not Path(film[0]["video"]).exists():
-        print(f"note: {args.video} had been run before, so nothing was filmed; give another --output")
+    if film and any((e.task, e.init, e.attempt) == adapters.Run.key(film) for e in episodes):     # one part of several films
+        done = Path(film["video"]).exists()
+        print(f"filmed: {film['video']}, and its contact sheet beside it" if done else
+              f"note: {args.video} had been run before, or crashed: nothing was filmed; give another --output")
     kept, replaced = one_per_attempt(episodes, folder)
     path, seconds = folder / "report.json", round(time.monotonic() - began, 1)
     if path.exists():                                # a finished command was repeated: it ran nothing
         seconds = records.read_json(path)["wall_seconds"]
     sent = {"chat_template_kwargs": args.chat_template_kwargs} if args.chat_template_kwargs else {}
-    report = {"harness": args.harness, "policy_version": policy_version, "model": str(args.model),
+    report = {"harness": args.harness, "policy_version": policy_version, "model": str(args.expert or args.model), "noise": args.noise,
               "sampling": {"profile": args.sampling, **records.PROFILES[args.sampling], **sent}, "inits": args.inits,
-              "attempts": args.attempts, "held_out": not trained, **summarize(kept.values()), "run_again": replaced,
-              "wall_seconds": seconds}               # of the command that finished it
+              "attempts": args.attempts, "held_out": not trained, "left_out": len(named) - len(tasks), **summarize(kept.values()),
+              "run_again": replaced, "wall_seconds": seconds}               # of the command that finished it
     with records.writing(path):
         records.write_json(path, report)
     print(f"reward is {report['reward_is']}; sampling {args.sampling}; {report['starts']} starts (task, init)")
@@ -368,7 +340,7 @@ def run_compare(args):
     records.save_args(output, "eval compare", args)
     show_comparison(result, (a, b))
     shown = {s: [row["a"], row["b"]] for s, row in result["suites"].items() if s != "all" or len(result["suites"]) != 2}
-    bar_figure(output / "compare.png", result["names"], shown)
+    figures.bar_figure(output / "compare.png", result["names"], shown)
     records.write_json(output / "compare.json", result)
     print(f"written: {output}/compare.json, compare.png")
 
@@ -395,6 +367,11 @@ def markdown(names, summaries, comparisons):
     lines += md_table(["points gained, by kind of decision", *kinds, "all"],
                       [[f"{x} → {y}", *(f"{v:+.1f}" for v in (*gain.values(), sum(gain.values())))]
                        for (x, y), gain in zip(itertools.pairwise(names), gains(summaries), strict=True)])
+    suites = sorted({suite for c in comparisons for suite in c["suites"]} - {"all"})
+    if len(suites) > 1:
+        paired = lambda row: f"{row['wins']} / {row['losses']}, p = {row['p']:.2g}" if row else "–"
+        lines += md_table(["paired: won / lost", *(f"{c['names'][0]} → {c['names'][1]}" for c in comparisons)],
+                          [[suite, *(paired(c["suites"].get(suite)) for c in comparisons)] for suite in suites])
     return "\n".join(lines + [f"- {verdict(c['suites']['all'], c['names'])}" for c in comparisons]) + "\n"
 
 
@@ -422,10 +399,10 @@ def run_table(args):
     (output / "table.md").write_text(text)
     suites = sorted({suite for s in summaries for suite in s["suites"]})
     bars = {"all": summaries} if len(suites) > 1 else {}
-    bar_figure(output / "success.png", names, bars | {
+    figures.bar_figure(output / "success.png", names, bars | {
         suite: [s["suites"].get(suite) or rate([]) for s in summaries] for suite in suites})
     if rounds:
-        learning_figure(output / "learning.png", rounds, dict(zip(names, summaries, strict=True)))
+        figures.learning_figure(output / "learning.png", rounds, dict(zip(names, summaries, strict=True)))
     whole = {r.name: {**r.header, **s, "folder": str(r.folder)} for r, s in zip(reports, summaries, strict=True)}
     records.write_json(output / "table.json", {
         "reports": whole, "gains": gains(summaries), "comparisons": comparisons, "rounds": rounds})
@@ -441,14 +418,21 @@ def parser():
 
     r = add("run", "episodes of a checkpoint -> report.json")
     r.add_argument("--output", required=True, help="folder to write")
-    serving.add_engine_arguments(r)
+    serving.add_engine_arguments(r, required=False)
+    g = r.add_argument_group("the scripted expert, in place of --model")
+    g.add_argument("--expert", choices=("memory", "alone", "perfect"),
+                   help="the teacher with task memory, without it, or with nothing to learn: the executor's ceiling (with --noise 0)")
+    g.add_argument("--teacher", help="memory, alone: output folder of collect.py, whose memory and handicap are taken")
     g = r.add_argument_group("tasks")
     g.add_argument("--suites", required=True, help="suites, comma-separated")
     g.add_argument("--tasks", help="task indices, e.g. 0-4; not given: all of each suite")
     g.add_argument("--inits", default="1-10", help="initial states; 1-10 are for evaluation, 45-49 for validation")
     g.add_argument("--attempts", type=int, default=1, help="attempts per (task, initial state)")
     g.add_argument("--limit", type=int, help="run only the first N episodes (count); not given: all")
-    g.add_argument("--video", metavar="SUITE/INDEX:INIT", help="film one episode -> OUTPUT/episode.gif")
+    g.add_argument("--video", metavar="SUITE/INDEX:INIT[:ATTEMPT]",
+                   help="film one episode -> OUTPUT/episode.gif and its contact sheet OUTPUT/episode.png (no ATTEMPT: 0)")
+    g.add_argument("--video-format", choices=frames.FORMATS,
+                   help="of --video; mp4 (VP9) needs OpenCV, which requirements-libero.txt brings; default: gif")
     adapters.add_rollout_arguments(r, sampling="eval")
 
     c = add("compare", "two reports, paired",
@@ -467,8 +451,23 @@ def parser():
     return p
 
 
+def check_run(p, args):
+    """Exactly one planner: a checkpoint, or the scripted expert and what belongs to it."""
+    if bool(args.expert) == bool(args.model):
+        p.error("give --model CHECKPOINT or --expert {memory,alone,perfect}, one of them")
+    if bool(args.teacher) != (args.expert in ("memory", "alone")):
+        p.error("--teacher DIR (an output folder of collect.py) belongs to --expert memory and --expert alone, and to no other")
+    if args.expert:
+        serving.without_engine(p, args, f"--expert {args.expert}")
+        if args.chat_template_kwargs:
+            p.error(f"{template_kwargs.OPTION}: the scripted expert has no chat template")
+
+
 def main():
-    args = parser().parse_args()
+    p = parser()
+    args = p.parse_args()
+    if args.command == "run":
+        check_run(p, args)
     return {"run": run_episodes, "compare": run_compare, "table": run_table}[args.command](args)
 
 

@@ -30,8 +30,7 @@ Departures and choices (ours)
     rules could drop is dropped; if nothing is left, it leaves the history.
  4. Calls after success are dropped, but --after-success finish keeps the one that ends the episode: a student
     that never sees `finish` does not learn to stop.
- 5. What the harness changed between calls (shortened results, dropped reasoning) stays as recorded in each
-    call.
+ 5. What the harness changed between calls (shortened results, dropped reasoning) stays as recorded in each call.
 
     python rewrite.py --teacher run/teacher --student run/base --output run/rewrite
     python rewrite.py … --rewriter http://127.0.0.1:8000/v1 --judge http://127.0.0.1:8000/v1
@@ -53,6 +52,7 @@ from tqdm import tqdm
 import adapters
 import endpoint
 import gate
+import protocol
 import template_kwargs
 from evidence import (Dependence, arguments_survive, arguments_text, numbers_in, reasoning_keys, rewrite_by_models,
                       rewrite_by_rules, strip_sections, text_of, texts_of)
@@ -316,10 +316,8 @@ def episode_rows(episode, replayed, tokenizer, args, report, images=None, pictur
 
 def unusable(episode):
     """None if the episode's calls may become targets, else why not."""
-    if not episode.valid:
-        return "episode_invalid"
-    if episode.reward != 1:
-        return "episode_failed"
+    if not episode.valid or episode.reward != 1:
+        return "episode_failed" if episode.valid else "episode_invalid"
     return None if episode.end in NORMAL_ENDS else "episode_abnormal_end"
 
 
@@ -334,6 +332,7 @@ def usable_episodes(teacher, args, report):
     for path, e in ((f / "episodes.jsonl", e) for f in parts for e in read_episodes(f / "episodes.jsonl")):
         if e.episode_id in episodes:
             raise BadInput(f"{path}: episode {e.episode_id} stands there twice; delete one of the two lines")
+        protocol.refuse_held_out(e, path)
         reason = unusable(e)
         usable += reason is None
         if reason is None and args.limit_episodes and usable > args.limit_episodes:

@@ -39,6 +39,7 @@ import adapters
 import checkpoint
 import loss
 import model
+import protocol
 import trainer
 from batches import Responses, merge_prefix, shuffled
 from pictures import load_pictures
@@ -98,6 +99,7 @@ def read_data(args, version):
                 raise BadInput(f"{folder}/calls.jsonl: call {call.call_id} stands there twice; give each folder once")
             calls[call.call_id], stores[call.call_id] = call, store
         for episode in read_episodes(folder / "episodes.jsonl"):
+            protocol.refuse_held_out(episode, folder / "episodes.jsonl")
             attempt = (episode.task, episode.init, episode.attempt)
             before = attempts.get(attempt)
             if before and (before.valid and episode.valid or before.episode_id == episode.episode_id):

@@ -18,6 +18,7 @@ import argparse
 import random
 
 import adapters
+import protocol
 import serving
 import template_kwargs
 from records import at_least, BadInput, Formatter, read_json, run_main, STOPPED
@@ -51,7 +52,7 @@ def draw_groups(args, suites, inits):
         report = read_json(args.pool_report)
         if not isinstance(report.get("tasks"), dict) or "inits" not in report:
             raise BadInput(f"{args.pool_report}: fields 'tasks' and 'inits' expected; give the report.json of an eval.py run")
-        if any(i in adapters.EVALUATION_STATES for i in adapters.parse_inits(report["inits"], args.pool_report)):
+        if any(i in protocol.EVALUATION_STATES for i in protocol.parse_inits(report["inits"], args.pool_report)):
             raise BadInput(f"{args.pool_report}: measured on evaluation states ({report['inits']}); "
                            "tasks are chosen on validation states 45-49")
         rates = report["tasks"]
@@ -70,9 +71,9 @@ def draw_groups(args, suites, inits):
 
 def main():
     args = parse_args()
-    inits = adapters.parse_inits(args.inits)
-    adapters.refuse_evaluation_states(inits, "rollout.py")
-    groups = draw_groups(args, adapters.parse_suites(args.suites), inits)
+    inits = protocol.parse_inits(args.inits)
+    protocol.refuse_evaluation_states(inits, "rollout.py")
+    groups = draw_groups(args, protocol.parse_suites(args.suites, "rollout.py"), inits)
     template_kwargs.check(args.chat_template_kwargs, args.model)
     template_kwargs.note_training(args.chat_template_kwargs, args.model)
     specs = [{"suite": s, "index": i, "init": init, "attempt": a} for s, i, init in groups for a in range(args.attempts)]

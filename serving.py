@@ -68,6 +68,16 @@ def add_engine_arguments(p, required=True):
                         "light does not; default full")
 
 
+def without_engine(p, args, who):
+    """No checkpoint is served: refuses an engine's option that was given, and takes them all out of `args`."""
+    engine = argparse.ArgumentParser(add_help=False)
+    add_engine_arguments(engine, required=False)
+    for name, default in vars(engine.parse_args([])).items():
+        if getattr(args, name) != default:
+            p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: {who} does not honour it")
+        delattr(args, name)
+
+
 def urls(text):
     """--engine-url as a list of base URLs; BadInput for an empty one, one without a scheme, or one that stands twice."""
     found = [url.strip().rstrip("/").removesuffix("/v1") for url in text.split(",")]

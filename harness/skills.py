@@ -26,6 +26,8 @@ from pathlib import Path
 import jsonschema
 import urllib3
 
+from harness.frames import Frames, renderer
+
 SYSTEM = "You move a robot hand with tools, one call at a time. Lengths are in millimetres."
 MEMORY_SECTION = "\n[memory]\nRead memory_read before you act. It holds what earlier episodes wrote down.\n[/memory]"
 WRITE_SECTION = "\n[memory]\nBefore you finish, write down with memory_write what later episodes of this task should know.\n[/memory]"
@@ -73,6 +75,14 @@ def _read(arguments):
     value = json.loads(arguments)
     json.dumps(value, ensure_ascii=False).encode()         # half a surrogate pair: UnicodeEncodeError is a ValueError
     return value
+
+
+def _recorded(facts):
+    """Facts of a receipt as plain JSON, lengths to a tenth of a millimetre; worlds may put numpy's numbers in."""
+    def plain(value):
+        return round(value, 4) if isinstance(value, float) else value
+    facts = json.loads(json.dumps(facts, default=lambda v: v.tolist()))
+    return {k: [plain(x) for x in v] if isinstance(v, list) else plain(v) for k, v in facts.items()}
 
 
 def _echo(message):
@@ -174,17 +184,19 @@ class Episode:
             tools += [MEMORY_READ] + ([MEMORY_WRITE] if job["memory_write"] else [])
         self.tools = tools
         self.schemas |= {t["function"]["name"]: json.dumps(t["function"]["parameters"]) for t in tools}
-        self.events, self.finished = [], False
+        self.events, self.finished, self.skill_seconds = [], False, 0.0
 
     def run(self):
         """-> outcome, a plain dict: end, success_*, start_state, events' summary, seconds. Raises what the simulator raises."""
         job, world = self.job, self.world
         began = time.monotonic()
         task = world.tasks(job["suite"])[job["index"]]
+        world.disturb(job.get("noise"), job.get("noise_seed", ""))
         world.reset(task, job["init"])
         start = world.state_hash()
+        reset_seconds = time.monotonic() - began
         self.reminder = f"Task: {task.instruction}\n"
-        frames = _Frames(world) if job.get("video") else None
+        frames = Frames(world, self.reminder.strip()) if job.get("video") else None
         memory = (MEMORY_SECTION + (WRITE_SECTION if job["memory_write"] else "")) if job["memory"] else ""
         messages = [{"role": "system", "content": SYSTEM + memory},
                     {"role": "user", "content": self.reminder.strip()}]
@@ -212,7 +224,7 @@ class Episode:
             turn += 1
             messages = messages + [_echo(message)]
             if frames:
-                frames.caption(message)
+                frames.call(message)
             if not message.get("tool_calls"):
                 if "<tool_call>" not in (message.get("content") or ""):
                     end = "text"
@@ -221,6 +233,8 @@ class Episode:
             else:
                 replies, malformed = self._act(message["tool_calls"])
             messages = messages + replies
+            if frames:
+                frames.receipt(replies[0]["content"].removeprefix(self.reminder))
             bad = bad + 1 if malformed else 0
             world.success()
             if world.latched and success_turn is None:
@@ -233,10 +247,13 @@ class Episode:
                 end = "unrecoverable"
         final = world.success()
         if frames:
-            frames.save(job["video"])
+            how = f"{turn} calls, end: {end}" + (", not in the last state" if world.latched and not final else "")
+            frames.save(job["video"], None if end == "infrastructure" else world.latched, how)
+        rendered = {"renderer": renderer(world)} if frames or job.get("pictures") else {}
         return {"end": end, "detail": detail, "start_state": start, "success_latched": world.latched, "success_final": final,
                 "success_turn": success_turn, "finished": self.finished, "turns": turn, "instruction": task.instruction,
-                "steps": len(task.goal), "seconds": time.monotonic() - began, **self._summary(task, end, world.latched)}
+                "steps": len(task.goal), "seconds": time.monotonic() - began, "reset_seconds": reset_seconds,
+                "skill_seconds": self.skill_seconds, **rendered, **self._summary(task, end, world.latched)}
 
     def _act(self, tool_calls):
         """Runs the first call of a reply; the others are answered, not run. -> (reply messages, malformed)"""
@@ -265,8 +282,10 @@ class Episode:
         if name in self.methods:
             skill = self.methods[name]
             names = skill.parameters["properties"]
+            started = time.monotonic()
             receipt = getattr(self.world, skill.method)(**{k: v for k, v in arguments.items() if k in names})
-            self.events.append({"tool": name, **receipt.facts})
+            self.skill_seconds += time.monotonic() - started
+            self.events.append(_recorded({"tool": name, "ok": receipt.ok, **receipt.facts}))
             return receipt.text, False, self._pictures() if skill.moves else []
         if name == "look":
             names = ", ".join(o["name"] for o in self.world.objects())
@@ -296,16 +315,17 @@ class Episode:
 
     def _summary(self, task, end, success):
         """Counts for reports, and which kind of decision a failed episode failed on (None for a success)."""
-        goal = {(o, c) for _, o, c in task.goal}
-        wanted = {o for o, _ in goal}
+        goal = {tuple(g[1:]) for g in task.goal}         # ("red mug", "blue tray"); of a door or a knob ("top drawer",)
+        wanted, named = {o for o, *_ in goal}, {name for g in goal for name in g}
         picks = [e for e in self.events if e["tool"] == "pick" and e.get("object")]
-        placed = [(e.get("object"), e.get("container")) for e in self.events if e.get("event") == "placed"]
-        done = [g for g in goal if g in placed]
+        placed = [(e.get("object"), e.get("container")) for e in self.events if e.get("event") in ("placed", "pushed")]
+        turned = {e.get("object") for e in self.events if e.get("event") in ("opened", "closed", "turned")}
+        done = [g for g in goal if g in placed or (len(g) == 1 and g[0] in turned)]
         if success:
             failure = None
         elif end == "malformed":
             failure = "format"
-        elif any(e["object"] not in wanted for e in picks) or any(p not in goal for p in placed):
+        elif any(e["object"] not in wanted for e in picks) or any(p not in goal for p in placed) or turned - named:
             failure = "language"
         elif picks and picks[-1].get("event") in ("slip", "empty"):
             failure = "grasp"
@@ -313,40 +333,5 @@ class Episode:
             failure = "second_step"
         else:
             failure = "other"
-        return {"failure": failure, "picks": len(picks), "picks_right": sum(bool(e.get("right")) for e in picks), "goals_done": len(done)}
-
-
-class _Frames:
-    """Pictures of an episode while it runs, with the planner's calls as captions; an animated GIF at the end."""
-
-    def __init__(self, world, every=8):
-        self.world, self.frames, self.text, self.count, self.every = world, [], "", 0, every
-        world.on_chunk = self._chunk
-
-    def _chunk(self, world):
-        self.count += 1
-        if self.count % self.every == 0:
-            self._take()
-
-    def _take(self):
-        import io
-
-        from PIL import Image, ImageDraw
-        image = Image.open(io.BytesIO(self.world.render(480, 360))).convert("RGB")
-        draw = ImageDraw.Draw(image)
-        draw.rectangle((0, 332, 480, 360), fill=(20, 20, 20))
-        draw.text((8, 340), self.text[:78], fill=(240, 240, 240))
-        self.frames.append(image)
-
-    def caption(self, message):
-        calls = message.get("tool_calls") or []
-        self.text = ", ".join(f'{c["function"]["name"]}{c["function"]["arguments"]}' for c in calls) or (message.get("content") or "")
-        self._take()
-
-    def save(self, path):
-        self.world.on_chunk = None
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._take()
-        self.frames[0].save(path, save_all=True, append_images=self.frames[1:] + self.frames[-1:] * 8, duration=80, loop=0)
-        self.world.close()
+        right = sum(bool(e.get("right", e["ok"])) for e in picks)            # LIBERO: those that held
+        return {"failure": failure, "picks": len(picks), "picks_right": right, "goals_done": len(done), "receipts": self.events}

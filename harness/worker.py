@@ -47,14 +47,14 @@ def main():
                 name = world_of(job["suite"])
                 if name not in worlds:
                     worlds[name] = make_world(name)
-                outcome = Episode(worlds[name], job, pool).run()
+                line = json.dumps({"episode_id": job["episode_id"], **Episode(worlds[name], job, pool).run()})
             except Exception:                            # reported whole, and the world is rebuilt: its state is not to be trusted
-                outcome = {"crash": traceback.format_exc()}
+                line = json.dumps({"episode_id": job["episode_id"], "crash": traceback.format_exc()})
                 worlds.clear()
             with lock:
                 told += 1                                # first: once it is written, the parent may close stdin
                 try:
-                    out.write(json.dumps({"episode_id": job["episode_id"], **outcome}) + "\n")
+                    out.write(line + "\n")
                 except BrokenPipeError:
                     end_now()
         for world in worlds.values():

@@ -7,6 +7,9 @@ A world is used by one thread at a time. `threads_ok` says whether several may l
 from dataclasses import dataclass, field
 
 
+LIBERO_NOISE = 6.0      # mm; default imperfection of the LIBERO executor: a perfect plan needs recovery now and then, as a VLA does
+
+
 @dataclass(frozen=True)
 class Task:
     """One task of a suite. `goal`: list of (predicate, object, target or None), all of which must hold."""
@@ -57,6 +60,11 @@ class World:
     def check_init(cls, task, init):
         """ValueError, naming the valid range, if `init` is no initial state of the task. Builds nothing."""
         raise NotImplementedError
+
+    def disturb(self, noise, seed):
+        """Level (mm; None: the world's default) and seed of the executor's physical imperfection, from the next reset on."""
+        if noise:
+            raise ValueError(f"the {self.name} world has no noise, found {noise} mm")
 
     def state_hash(self):
         """Hex digest of the complete simulator state; after reset it identifies the start state."""

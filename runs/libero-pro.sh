@@ -1,30 +1,65 @@
 #!/usr/bin/env bash
-# Every stage in sequence on the real LIBERO-PRO benchmark (libero_object_swap, libero_object_task), with scripted skills in place of
-# the VLA. Small: it shows that the path works, its numbers claim nothing. About 5 minutes on 2 cores; the same command goes on when killed.
+# The paper's protocol on the real LIBERO-PRO benchmark: eight suites, ten tasks each, with scripted skills in place of the VLA and a tiny
+# planner from random weights in place of Qwen3.5-9B. Killed, the same command goes on where it was.
 #
-#   bash runs/libero-pro.sh [OUT]
+#   bash runs/libero-pro.sh                  hours on 2 cores; ends with a table, paired tests, figures and an episode
+#   bash runs/libero-pro.sh --workers 16     on a larger machine: LIBERO runs one environment per worker process (1-2 GB each)
+#   also: --out DIR (default out/libero-pro), --rounds N (of RL, default 5), --seed N, --suites A,B,…,
+#         --evaluate N: only the first N of the 800 evaluation episodes (states outermost); later, without it, the same command adds the rest
+#
+# Initial states: 0 builds task memory, 1-10 evaluate, 11-44 train, 45-49 choose.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+RUN=out/libero-pro ROUNDS=5 WORKERS=2 SEED=0 LIMIT="" SUITES=""
+while [ $# -gt 0 ]; do
+  case $1 in --out|--rounds|--workers|--seed|--suites|--evaluate) ;; *)
+    echo "error: unknown option $1; valid: --out DIR --rounds N --workers N --seed N --suites A,B --evaluate N" >&2; exit 2 ;; esac
+  [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; }
+  case $1 in --out) RUN=$2 ;; --rounds) ROUNDS=$2 ;; --workers) WORKERS=$2 ;; --seed) SEED=$2 ;; --suites) SUITES=$2 ;; --evaluate) LIMIT="--limit $2" ;; esac
+  shift 2
+done
 . ./setup.sh libero
-RUN=${1:-out/libero-pro}
-SUITES=libero_object_swap,libero_object_task
-LIMITS="--turns 12 --max-tokens 64"
-WORDS="alphabet soup cream cheese salad dressing bbq sauce ketchup tomato butter milk chocolate pudding orange juice basket"
+ALL=libero_object_swap,libero_object_task,libero_goal_swap,libero_goal_task,libero_spatial_swap,libero_spatial_task,libero_10_swap,libero_10_task
+SUITES=${SUITES:-$ALL}
+LIMITS="--workers $WORKERS --seed $SEED"
+WORDS="top rim handle open close turn push pick place locate finish bowl plate mug soup sauce cheese butter milk pudding juice dressing ketchup
+  pot frypan book bottle basket stove cabinet drawer rack microwave caddy region wine moka akita porcelain alphabet tomato"      # stay single tokens
+START=$SECONDS
 
-# 20 teacher episodes, one per task: the scripted teacher must solve at least 90 % of them (its report is printed).
-python collect.py --suites $SUITES --inits 11 --turns 12 --output $RUN/teacher-20
-# Teacher data: memory from state 0, then training states. LIBERO runs one environment per worker process.
-python collect.py --suites $SUITES --inits 11-16 --turns 12 --output $RUN/teacher
-[ -e $RUN/base/manifest.json ] || python tiny.py --calls $RUN/teacher --isolate $WORDS --output $RUN/base
+# 0  The teacher explores state 0 and writes task memory, then plays training states with it. It follows the grasp that memory names in 40 % of
+#    its picks (--grasp-skill): room for RL. 10 turns for the teacher, of which it spends one or two on memory; 8 for everybody else.
+python collect.py --suites $SUITES --inits 11-20 --grasp-skill 0.4 --turns 10 $LIMITS --output $RUN/teacher
+[ -e $RUN/base/manifest.json ] || python tiny.py --calls $RUN/teacher --isolate $WORDS --seed $SEED --output $RUN/base
+
+# 1  Student contexts and targets, then L_SFT.
 [ -e $RUN/rewrite/manifest.json ] || python rewrite.py --teacher $RUN/teacher --student $RUN/base --output $RUN/rewrite
-torchrun --nproc_per_node 2 sft.py --model $RUN/base --data $RUN/rewrite/sft.jsonl --output $RUN/sft --threads 1 \
-  --optimizer muon --lr 4e-3 --schedule wsd --warmup 50 --weight-decay 0.05 --global-batch 16 --epochs 15 --log-every 50
+python sft.py --model $RUN/base --data $RUN/rewrite/sft.jsonl --output $RUN/sft --seed $SEED --threads 2 \
+  --optimizer muon --lr 4e-3 --schedule wsd --warmup 50 --weight-decay 0.05 --global-batch 16 --epochs 8 --log-every 50
 
-python rollout.py --model $RUN/sft --suites $SUITES --inits 17-44 --groups 12 --attempts 4 --round 1 $LIMITS --output $RUN/round-1
-python rl.py --rollouts $RUN/round-1 --model $RUN/sft --round 1 --rounds 1 --lr 4e-4 --steps-per-round 2 --threads 2 --output $RUN/rl-1
-policy=$RUN/sft
-if [ -e $RUN/rl-1/config.json ]; then policy=$RUN/rl-1; fi      # every group equal: no new checkpoint, and rl.py has said so
+# 2  Validation states choose the tasks of RL (neither always nor never solved); then rounds of rollouts and L_RL on training states.
+PLAY="--turns 8 --max-tokens 64 $LIMITS"
+python eval.py run --model $RUN/sft --suites $SUITES --inits 45-47 --sampling train $PLAY --output $RUN/validation
+policy=$RUN/sft previous="" state=() played=()
+for round in $(seq 1 $ROUNDS); do
+  if [ -n "$previous" ]; then state=(--previous $previous); elif [ $round -gt 1 ]; then state=(--fresh-optimizer); fi
+  python rollout.py --model $policy --suites $SUITES --inits 11-44 --groups 48 --attempts 6 --round $round --pool-report $RUN/validation/report.json \
+    $PLAY --output $RUN/round-$round
+  python rl.py --rollouts $RUN/round-$round --model $policy "${state[@]}" --round $round --rounds $ROUNDS \
+    --lr 4e-4 --schedule linear --warmup 4 --steps-per-round 2 --seed $SEED --threads 2 --output $RUN/rl-$round
+  if [ -e $RUN/rl-$round/config.json ]; then policy=$RUN/rl-$round previous=$RUN/rl-$round; fi      # else every group was alike
+  played+=($RUN/round-$round)
+done
 
-python eval.py run --model $RUN/sft --suites $SUITES --inits 45-46 --sampling train $LIMITS --output $RUN/eval/sft
-python eval.py run --model $policy --suites $SUITES --inits 45-46 --sampling train $LIMITS --output $RUN/eval/rl
+# 3  Evaluation on states 1-10 of all tasks, run once: SFT, the last round, base; the teacher with and without its memory; and the executor's ceiling.
+SHARE="--suites $SUITES --inits 1-10 $LIMIT"
+python eval.py run --model $RUN/sft $SHARE --sampling train $PLAY --output $RUN/eval/sft
+python eval.py run --model $policy $SHARE --sampling train $PLAY --output $RUN/eval/rl
+python eval.py run --model $RUN/base $SHARE --sampling train $PLAY --output $RUN/eval/base
 python eval.py compare $RUN/eval/sft $RUN/eval/rl --output $RUN/eval/compare
+python eval.py run --expert perfect --noise 0 $SHARE --turns 16 $LIMITS --output $RUN/eval/ceiling
+python eval.py run --expert memory --teacher $RUN/teacher $SHARE --turns 10 $LIMITS --output $RUN/eval/teacher-memory
+python eval.py run --expert alone --teacher $RUN/teacher $SHARE --turns 8 $LIMITS --output $RUN/eval/teacher-alone
+python eval.py table $RUN/eval/{teacher-alone,teacher-memory,base,sft,rl} --names "teacher alone" "teacher, memory" base SFT RL --rounds "${played[@]}" \
+  --output $RUN/eval
+echo "libero-pro.sh: $((SECONDS - START)) s with $WORKERS workers; table $RUN/eval/table.md, figures beside it"

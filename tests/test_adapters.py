@@ -13,6 +13,7 @@ from collections import Counter
 import pytest
 
 import adapters
+import protocol
 import records
 from conftest import ROOT
 from harness.teacher import ScriptedTeacher, read_goal
@@ -62,20 +63,20 @@ def test_calls_after_success_are_post_success():
 
 
 def test_lists_and_shards_are_parsed_or_refused():
-    assert adapters.parse_inits("1-3,7") == [1, 2, 3, 7]
+    assert protocol.parse_inits("1-3,7") == [1, 2, 3, 7]
     for wrong in ("1-", "a", "3,3", "1-2,2", "44-11"):
         with pytest.raises(BadInput, match="--inits"):
-            adapters.parse_inits(wrong)
+            protocol.parse_inits(wrong)
     assert adapters.parse_shard("1/4") == (1, 4)
     for wrong in ("4/4", "x", "1"):
         with pytest.raises(BadInput, match="--shard"):
             adapters.parse_shard(wrong)
     with pytest.raises(BadInput, match="tabletop_base"):
-        adapters.parse_suites("tabletop_bass")
+        protocol.parse_suites("tabletop_bass")
     for init in (0, 1, 10, 45, 49):
         with pytest.raises(BadInput, match="must not use states"):
-            adapters.refuse_evaluation_states([11, init], "rl")
-    adapters.refuse_evaluation_states([11, 44, 100, 5000], "rl")
+            protocol.refuse_evaluation_states([11, init], "rl")
+    protocol.refuse_evaluation_states([11, 44, 100, 5000], "rl")
 
 
 @pytest.mark.parametrize("rank, size, shard", [(None, None, (0, 1)), (None, "1", (0, 1)), ("0", "1", (0, 1)), ("2", "4", (2, 4)), ("3", None, None),
@@ -193,12 +194,12 @@ def test_a_hanging_worker_is_killed_and_replaced():
         await pool.start()
         os.kill(pool.workers[0]["process"].pid, signal.SIGSTOP)
         job = adapters.SkillsAdapter().job(SPEC, "http://127.0.0.1:9/v1", arguments("x"), "m")
-        first = await pool.run(job, 0.5)
+        first = await pool.run(0, job, 0.5)
         for _ in range(100):
             if pool.restarts:
                 break
             await asyncio.sleep(0.1)
-        second = await pool.run({**job, "request_timeout": 1}, 60)             # nothing listens on port 9
+        second = await pool.run(0, {**job, "request_timeout": 1}, 60)             # nothing listens on port 9
         await pool.close()
         return first, second, pool.restarts
     first, second, restarts = asyncio.run(go())
@@ -216,7 +217,7 @@ def test_what_a_worker_started_ends_with_it(how, tmp_path, monkeypatch):
     async def go():
         pool = adapters.WorkerPool(1, 1)
         await pool.start()
-        job = asyncio.create_task(pool.run({"episode_id": "e"}, 0.5 if how == "timeout" else 60))
+        job = asyncio.create_task(pool.run(0, {"episode_id": "e"}, 0.5 if how == "timeout" else 60))
         while not (tmp_path / "children").exists() or not (tmp_path / "children").read_text().endswith("\n"):
             await asyncio.sleep(0.02)
         if how == "lost":

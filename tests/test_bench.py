@@ -1,8 +1,9 @@
-"""bench/soak.py, bench/proxy.py and bench/train.py run from one command each; the soak's check sees every kind of damage that it promises to
-see; the sides of bench/train.py do the same work."""
+"""bench/soak.py, bench/proxy.py, bench/train.py and bench/rollout.py run from one command each; the soak's check sees every kind of damage
+that it promises to see; the sides of bench/train.py do the same work; bench/rollout.py sees a step that is not exact."""
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -224,3 +225,47 @@ def test_the_training_bench_runs():
     said = run("bench/train.py", "--quick", "--without-trl", "--threads", 1)
     rows = [line for line in said.splitlines() if line.startswith("| rl tiny")]
     assert len(rows) == 2 and all(float(line.split("|")[-2]) < 1e-5 for line in rows)
+
+
+# ---------------------------------------------------------------------------------------------- bench/rollout.py
+
+@pytest.mark.slow
+@pytest.mark.libero
+def test_the_rollout_bench_runs(tmp_path):
+    said = run("bench/rollout.py", "--suites", "libero_object_swap", "--tasks", 4, "--states", 11, "--workers", 1, "--output", tmp_path / "x.json")
+    lines = said.splitlines()
+    assert lines[2].startswith("| libero_object_swap | 1 |") and lines[2].endswith("| 1 of 1 the same |") and lines[-1].startswith("aim (")
+    told = json.loads((tmp_path / "x.json").read_text())
+    rollout, = told["rollout"]
+    assert rollout["successes"] == rollout["episodes"] == 1 and rollout["invalid"] == 0
+    assert sum(rollout["shares"].values()) == pytest.approx(1) and min(rollout["shares"].values()) >= 0
+    assert rollout["shares"]["simulation"] > 0.05 and rollout["shares"]["reset"] > 0.05 and rollout["shares"]["generation"] < 0.05
+
+
+@pytest.mark.libero
+def test_the_rollout_bench_sees_a_step_that_is_not_exact():
+    import numpy as np
+
+    from harness.libero import Libero
+    spec = importlib.util.spec_from_file_location("bench_rollout", ROOT / "bench/rollout.py")        # rollout.py is the stage
+    rollout = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(rollout)
+    world = Libero()
+    recorder = rollout.Recorder(world)
+    world.reset(Libero.tasks("libero_object_swap")[4], 11)
+    for k in range(5):
+        world._step(np.full(6, 0.1 * k), -1.0)
+    final, actions = world.state_hash(), recorder.actions
+    assert len(actions) == 15                                                                       # ten of them settle the scene
+    for observables, change, same in ((False, 0, True), (True, 0, True), (False, 1e-9, False)):
+        recorder.actions = [[actions[0][0] + change, *actions[0][1:]], *actions[1:]]
+        assert (rollout.repeat(world, recorder, observables)[1] == final) is same
+    world.close()
+
+
+@pytest.mark.parametrize("options, what", [
+    (["--states", "1-10"], "must not use states"), (["--suites", "tabletop_base"], "no LIBERO suite"), (["--tasks", "10"], "valid: 0-9")])
+@pytest.mark.libero
+def test_the_rollout_bench_refuses(options, what):
+    done = subprocess.run([sys.executable, "bench/rollout.py", *options], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and what in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr

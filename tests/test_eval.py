@@ -13,6 +13,7 @@ from scipy.stats import binomtest
 
 import eval as ev
 import records
+import stats
 from records import BadInput, Episode
 
 SUITES = ("tabletop_base", "tabletop_swap")
@@ -76,35 +77,35 @@ def won_121_lost_74(tmp_path):
     (81, 263, .2553, .3662), (15, 148, .0624, .1605), (0, 20, .0, .1611), (1, 29, .0061, .1718),   # Newcombe (1998)
     (8, 10, .4902, .9433), (0, 0, 0, 1)])
 def test_wilson(k, n, low, high):
-    assert ev.wilson(k, n) == pytest.approx((low, high), abs=6e-5)
+    assert stats.wilson(k, n) == pytest.approx((low, high), abs=6e-5)
 
 
 def test_wilson_against_scipy():
     for k, n in ((0, 1), (1, 1), (3, 7), (50, 100), (799, 800)):
         known = binomtest(k, n).proportion_ci(method="wilson")
-        assert ev.wilson(k, n) == pytest.approx((known.low, known.high), abs=1e-12)
+        assert stats.wilson(k, n) == pytest.approx((known.low, known.high), abs=1e-12)
 
 
 @given(st.integers(0, 300), st.integers(0, 300))
 def test_wilson_is_an_interval_around_the_rate_and_symmetric(k, more):
     n = k + more
-    low, high = ev.wilson(k, n)
+    low, high = stats.wilson(k, n)
     assert 0 <= low <= high <= 1
     if n:
         assert low <= k / n + 1e-12 and k / n <= high + 1e-12
-    assert ev.wilson(more, n) == pytest.approx((1 - high, 1 - low), abs=1e-12)
+    assert stats.wilson(more, n) == pytest.approx((1 - high, 1 - low), abs=1e-12)
 
 
 @pytest.mark.parametrize("wins, losses, p", [(0, 0, 1.0), (5, 5, 1.0), (5, 0, 2 / 32), (0, 5, 2 / 32), (6, 1, 16 / 128),
                                              (121, 74, 0.000938708)])
 def test_sign_test(wins, losses, p):
-    assert ev.sign_test(wins, losses) == pytest.approx(p, abs=1e-9)
+    assert stats.sign_test(wins, losses) == pytest.approx(p, abs=1e-9)
 
 
 def test_sign_test_by_counting():
     # all 2^9 outcomes that are at most as likely as 7 of 9
     likely = [math.comb(9, k) for k in range(10)]
-    assert ev.sign_test(7, 2) == pytest.approx(sum(c for c in likely if c <= likely[7]) / 2 ** 9)
+    assert stats.sign_test(7, 2) == pytest.approx(sum(c for c in likely if c <= likely[7]) / 2 ** 9)
 
 
 # ------------------------------------------------------------------------------------------ reports

@@ -456,7 +456,7 @@ class Freezes(ScriptedTeacher):
 @pytest.mark.slow
 def test_hung_workers_are_killed_and_replaced_and_their_episodes_run_again(tmp_path, monkeypatch):
     run = WorkerPool.run
-    monkeypatch.setattr(WorkerPool, "run", lambda self, job, seconds: run(self, job, 8))
+    monkeypatch.setattr(WorkerPool, "run", lambda self, k, job, seconds: run(self, k, job, 8))
     teacher = Freezes()
     episodes, _ = adapters.run(arguments(tmp_path, workers=1), specs(4), "test", teacher)
     invalid = [e for e in episodes if not e.valid]
@@ -479,7 +479,7 @@ def test_a_retry_never_goes_to_the_worker_that_was_just_killed(tmp_path):
         await pool.start()
         os.kill(pool.workers[0]["process"].pid, signal.SIGSTOP)
         job = adapters.SkillsAdapter().job({**specs(1)[0], "episode_id": "e"}, "http://127.0.0.1:9/v1", arguments("x", request_timeout=1), "m")
-        outcomes = [await pool.run(job, seconds) for seconds in (0.2, 60)]
+        outcomes = [await pool.run(0, job, seconds) for seconds in (0.2, 60)]
         await pool.close()
         return outcomes
     first, second = asyncio.run(go())
