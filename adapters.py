@@ -398,7 +398,9 @@ class Run:
                 self.writer.append(records.to_line(episode))
             self.episodes.append(episode)
             if episode.valid:
+                self.pool.last[worker] = (spec["suite"], spec["index"])      # said again: a successor may have built the scene
                 break
+            self.pool.last.pop(worker, None)                 # the scene went with the process, or with the crash in it
             self.failures[self.key(spec)] += 1
         valid = [e for e in self.episodes if e.valid]
         self.bar.update()

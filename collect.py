@@ -153,9 +153,7 @@ def main():
     suites = protocol.parse_suites(args.suites, "collect.py")
     if args.teacher == "scripted":
         protocol.one_world(suites)
-    chosen = protocol.parse_inits(args.tasks, "--tasks") if args.tasks else None
-    tasks = [(s, t.index) for s, ts in suites.items() for t in ts if chosen is None or t.index in chosen]
-    return asyncio.run(collect(args, tasks, inits))
+    return asyncio.run(collect(args, protocol.parse_tasks(args.tasks, suites), inits))
 
 
 if __name__ == "__main__":

@@ -253,13 +253,15 @@ def make_expert(args, suites):
     protocol.one_world(suites)
     if args.expert == "perfect":
         return expert_for(list(suites), 1.0, 0.0, 0.0, perfect=True), None
-    saved, memory = records.read_json(Path(args.teacher) / "args.json"), Path(args.teacher).resolve() / "memory"
+    saved, memory = records.read_json(records.folders(args.teacher_run)[0] / "args.json"), Path(args.teacher_run).resolve() / "memory"
     if saved.get("stage") != "collect" or saved.get("teacher") != "scripted":
-        raise BadInput(f"--teacher {args.teacher}: its args.json is of no collect.py run with --teacher scripted")
+        raise BadInput(f"--teacher-run {args.teacher_run}: its args.json is of no collect.py run with --teacher scripted")
     handicap = {k: saved[k] for k in ("grasp_skill", "gives_up", "leans")}
-    print(f"expert: {' '.join(f'{k}={v}' for k, v in handicap.items())}, inherited from {args.teacher}")
+    print(f"expert: {' '.join(f'{k}={v}' for k, v in handicap.items())}, inherited from {args.teacher_run}")
     if args.expert == "memory" and not memory.is_dir():
-        raise BadInput(f"--teacher {args.teacher}: has no memory/; it was collected with --no-memory")
+        raise BadInput(f"--teacher-run {args.teacher_run}: has no memory/; it was collected with --no-memory")
+    if args.expert == "memory" and (unknown := suites.keys() - saved["suites"].split(",")):
+        raise BadInput(f"--teacher-run {args.teacher_run}: explored {saved['suites']}, so it has no memory of {', '.join(sorted(unknown))}")
     return expert_for(list(suites), **handicap), str(memory) if args.expert == "memory" else None
 
 
@@ -285,8 +287,7 @@ def choose_film(args, specs):
 
 def run_episodes(args):
     inits, suites = protocol.parse_inits(args.inits), protocol.parse_suites(args.suites)
-    chosen = protocol.parse_inits(args.tasks, "--tasks") if args.tasks else None
-    named = [(s, t.index) for s, ts in suites.items() for t in ts if chosen is None or t.index in chosen]
+    named = protocol.parse_tasks(args.tasks, suites)
     tasks = libero_plus.runnable(named, args.pictures)
     # Attempts and states outermost: a run that is cut by --limit or STOP has still seen every task.
     specs = [{"suite": s, "index": i, "init": init, "attempt": a}
@@ -422,7 +423,7 @@ def parser():
     g = r.add_argument_group("the scripted expert, in place of --model")
     g.add_argument("--expert", choices=("memory", "alone", "perfect"),
                    help="the teacher with task memory, without it, or with nothing to learn: the executor's ceiling (with --noise 0)")
-    g.add_argument("--teacher", help="memory, alone: output folder of collect.py, whose memory and handicap are taken")
+    g.add_argument("--teacher-run", help="memory, alone: output folder of collect.py, whose memory and handicap are taken")
     g = r.add_argument_group("tasks")
     g.add_argument("--suites", required=True, help="suites, comma-separated")
     g.add_argument("--tasks", help="task indices, e.g. 0-4; not given: all of each suite")
@@ -455,8 +456,8 @@ def check_run(p, args):
     """Exactly one planner: a checkpoint, or the scripted expert and what belongs to it."""
     if bool(args.expert) == bool(args.model):
         p.error("give --model CHECKPOINT or --expert {memory,alone,perfect}, one of them")
-    if bool(args.teacher) != (args.expert in ("memory", "alone")):
-        p.error("--teacher DIR (an output folder of collect.py) belongs to --expert memory and --expert alone, and to no other")
+    if bool(args.teacher_run) != (args.expert in ("memory", "alone")):
+        p.error("--teacher-run DIR (an output folder of collect.py) belongs to --expert memory and --expert alone, and to no other")
     if args.expert:
         serving.without_engine(p, args, f"--expert {args.expert}")
         if args.chat_template_kwargs:

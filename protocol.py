@@ -48,6 +48,16 @@ def parse_inits(text, option="--inits"):
     return inits
 
 
+def parse_tasks(text, suites):
+    """--tasks (None: all) of {suite: [Task]} -> [(suite, index)]; BadInput for an index that a suite lacks."""
+    chosen = None if text is None else parse_inits(text, "--tasks")
+    for suite, tasks in suites.items():
+        known = [t.index for t in tasks]
+        if unknown := sorted(set(chosen or ()) - set(known)):
+            raise BadInput(f"--tasks {text}: {suite} has no task {unknown[0]}; valid: {min(known)}-{max(known)}")
+    return [(s, t.index) for s, tasks in suites.items() for t in tasks if chosen is None or t.index in chosen]
+
+
 def check_states(specs):
     """BadInput if a spec names an initial state that its world does not have."""
     from harness.world import task_list, world_class

@@ -15,11 +15,14 @@ DEPTHS = (0.028, 0.018, 0.0055)         # m under the highest point, deepest fir
 BITE = 0.012                            # m under a rim
 NEAR = 0.42                             # m from the base: nearer, an upright hand folds the elbow to its limit
 LEAN_NEAR = np.radians(25)
-CLOSED, HALF = 6, 0.0205                # steps that the hand closes before a rim; then each finger is so far from the middle, m
+CLOSED = 6                              # steps that the hand closes before a rim
+HALF = 0.0205                           # m from each finger to the middle then
 # a flat rim (plate) slopes so little that upright fingers wedge out of it: the hand leans outwards, the
 # lower finger goes under the rim
+UPRIGHT = 0.5                           # of an object's up axis in z: of less, the rim is taken to be level
 FLAT_RIM = 0.030                        # m high
 LEAN_FLAT = np.radians(18)
+LEAN_OUT = 0.04                         # m: so far out this brings the back of the hand
 INSIDE = 0.012                          # m from the lower finger to the rim
 # handles: kind of object -> (grip site in the object's frame, m; the finger axis there)
 HANDLES = {
@@ -56,12 +59,12 @@ class LiberoGrasps:
         else:
             point, yaw, out = self._by_rim(key)
             if np.ptp(self._corners(key)[..., 2]) < FLAT_RIM:
-                return self._by_flat_rim(key, point, out)
+                return self._by_flat_rim(key, out)
             return point, self._lean(point, down(yaw)), CLOSED
         return point, self._lean(point, down(yaw)), 0
 
     def _lean(self, point, pose):
-        """`pose`, leaned about its finger axis where an upright hand would fold the elbow: it points back to the base."""
+        """`pose`, leaned about its finger axis, back to the base, where an upright hand would fold the elbow."""
         radial = point[:2] - self.base[:2]
         if np.linalg.norm(radial) > NEAR:
             return pose
@@ -100,28 +103,34 @@ class LiberoGrasps:
 
         Returns (point (3,) m, yaw of the finger axis, rad, outward direction (3,)).
         """
-        corners = self._corners(key)
-        low, high = corners[..., 2].min(), corners[..., 2].max()
-        walls = corners[corners[..., 2].max(1) > high - .010]           # a mug's handle ends lower
+        corners, up = self._corners(key), self._rotation(key)[:, 2]
+        low = corners[..., 2].min()
+        if up[2] < UPRIGHT:
+            up = np.array([0, 0, 1.])
+        along = corners @ up                                            # a tilted bowl has a tilted rim
+        walls = corners[along.max(1) > along.max() - .010]              # a mug's handle ends lower
         flat = walls.reshape(-1, 3)[:, :2]
         middle = (flat.max(0) + flat.min(0)) / 2
+        middle = np.append(middle, (along.max() - BITE - middle @ up[:2]) / up[2])
         others = self._corners(*[k for k in self.bodies if k != key])
-        best = None
+        back, best = LEAN_OUT if np.ptp(corners[..., 2]) < FLAT_RIM else 0, None
         for yaw in np.radians(np.arange(0, 360, 15)):
-            axis = np.array([np.cos(yaw), np.sin(yaw)])
-            crossed = ray(walls, np.array([*middle, high - BITE]), np.array([*axis, 0]))
+            axis = np.array([np.cos(yaw), np.sin(yaw), 0])
+            axis -= up * (up @ axis)
+            axis /= np.linalg.norm(axis)
+            crossed = ray(walls, middle, axis)
             far = np.where(crossed[:, 0] < crossed[:, 1], crossed[:, 1], -1).argmax()
             hit = crossed[far, 0] < crossed[far, 1]
-            outwards = crossed[far].mean() if hit else ((flat - middle) @ axis).max() - .006
-            z = max(low + TIP + .003, (walls[far, :, 2].max() if hit else high) - BITE)
-            point = middle + axis * outwards
-            # nearer to the base is easier: beyond the middle the arm may be stretched
-            cost = .05 * np.linalg.norm(point - self.base[:2])
-            best = self._better(best, cost, point, z, yaw, others, HALF)
+            outwards = crossed[far].mean() if hit else ((flat - middle[:2]) @ axis[:2]).max() - .006
+            *point, z = middle + axis * outwards
+            z = max(low + TIP + .003, z)
+            # nearer to the base is easier: beyond the middle the arm may be stretched; the fingers close level
+            cost = .05 * np.linalg.norm(point - self.base[:2]) + .2 * abs(axis[2])
+            best = self._better(best, cost, np.array(point), z, yaw, others, HALF, back)
         _, centre, z, yaw = best
         return np.array([*centre, z]), yaw, np.array([np.cos(yaw), np.sin(yaw), 0])
 
-    def _by_flat_rim(self, key, point, out):
+    def _by_flat_rim(self, key, out):
         """The grasp of a plate at its rim in the direction `out` (3,): leaned, half closed."""
         points = self._corners(key).reshape(-1, 3)
         middle = (points.max(0) + points.min(0)) / 2
@@ -145,12 +154,13 @@ class LiberoGrasps:
         """(3, 3) orientation of an object or fixture, object frame to world."""
         return self.data.xmat[self.env.env.obj_body_id[key]].reshape(3, 3).copy()
 
-    def _better(self, best, size, centre, z, yaw, others, half=.040):
+    def _better(self, best, size, centre, z, yaw, others, half=.040, back=0):
         """The cheaper of `best` and this, (cost m, centre (2,), z, yaw): size, turn of the wrist, obstacles.
 
-        half: m from each finger to the middle as the hand goes in.
+        half: m from each finger to the middle as the hand goes in; back: m that the palm reaches further along the
+        finger axis, of a hand that leans.
         """
-        fingers, palm = ((half - .010, half + .028, .014), (-half - .028, -half + .010, .014)), (-.11, .11, .036)
+        fingers, palm = ((half - .010, half + .028, .014), (-half - .028, -half + .010, .014)), (-.11, .11 + back, .036)
         blocked = sum(top(others, centre, yaw, *finger) > z - TIP for finger in fingers)
         blocked += top(others, centre, yaw, *palm) > z + PALM - .01
         turn = abs(yaw % np.pi - np.pi / 2)     # away from the wrist's start, where the fingers close along y

@@ -1,6 +1,7 @@
 """How the frozen executor of the LIBERO-PRO world moves: servoing, travelling, and the geometry that it plans with.
 
-It acts through env.step with OSC_POSE actions (20 Hz) and nothing else: no state is written, nothing is welded to the hand.
+It acts through env.step with OSC_POSE actions (20 Hz) and nothing else: no state is written, nothing is welded to the
+hand.
 
 Frames and hand (measured; metres, radians): the controller moves the gripper's grip site. Its x axis is the axis along
 which the fingers close, its z axis points out of the hand. The finger tips are 11 mm beyond the site, the palm is 40 mm
@@ -13,9 +14,10 @@ from scipy.spatial.transform import Rotation
 OPEN, STAY, CLOSE = -1.0, 0.0, 1.0      # gripper actions: they move the fingers' set point, or leave it
 STROKE = 8                              # steps that the gripper's set point takes from one end to the other
 TIP, PALM = 0.0108, 0.040               # m from the grip site to finger tips, ahead, and to the palm, behind
-STRETCHED = 0.72                        # m from the base: beyond, a low arm locks its elbow and must be lifted out
+STRAIGHT = -0.35                        # rad of the elbow: above, it is nearly at its limit of -0.07
+STRETCHED = 0.72                        # m from the base: beyond, a low arm has its elbow nearly straight
 HIGH = 0.45                             # m over the base: where a stretched arm can be pulled back in
-INSIDE = 0.55                           # m from the base: so far it is pulled back
+BACK, LEAN_BACK = 0.15, np.radians(40)  # m and rad: such a move towards the base bends a straight elbow
 CLEAR = 0.025                           # m of free height over whatever is passed
 FLIP = np.diag([-1., -1., 1.])          # the same grasp with the fingers swapped
 
@@ -59,8 +61,8 @@ def top(corners, centre, yaw, u0, u1, half):
 class LiberoMotion:
     """Mixin of harness.libero.Libero, which owns the simulator.
 
-    It uses what Libero's `_index` and `reset` set (`data`, `model`, `ids`, `bodies`, `movable`, `table`, `base`, `held`,
-    `steps`, `noise`, `rng` …), `_step`, `_corners` and `_position`.
+    It uses what Libero's `_index` and `reset` set (`data`, `model`, `ids`, `bodies`, `movable`, `table`, `base`,
+    `held`, `steps`, `noise`, `rng` …), `_step`, `_corners` and `_position`.
     """
 
     # ---- imperfection
@@ -92,7 +94,7 @@ class LiberoMotion:
         return pose @ FLIP if np.trace((pose @ FLIP).T @ now) > np.trace(pose.T @ now) else pose
 
     def _go(self, target, pose, grip, tolerance=.004, limit=90, turn_tolerance=None, speed=1.0):
-        """Servoes the grip site to `target` (3,) m and `pose` (yaw in rad of a hand that points down, or a (3, 3) matrix).
+        """Servoes the grip site to `target` (3,) m and `pose` (yaw in rad of a hand that points down; or (3, 3)).
 
         Returns the distance left, m. Gives up when it has come no nearer for 15 steps (contact, joint limit).
         tolerance m, turn_tolerance rad, limit in steps of 0.05 s, speed as a share of the controller's 5 cm a step.
@@ -111,13 +113,18 @@ class LiberoMotion:
             if since >= 15:
                 return left
             move = 1.6 * away / .05     # above 1: quicker than the controller's own critical damping
-            move /= max(1., np.abs(move).max() / speed)
+            for part in (slice(0, 2), slice(2, 3)):     # apart: else far targets leave the height to sag under a load
+                move[part] /= max(1., np.abs(move[part]).max() / speed)
             self._step(np.concatenate([move, np.clip(1.5 * turn / .5, -1, 1)]), grip)
         return float(np.linalg.norm(target - self._hand()))
 
     def _hold(self, steps, grip):
         for _ in range(steps):
             self._step(np.zeros(6), grip)
+
+    def _close(self, steps):
+        """Closes the hand for so many steps; it is held where it is meanwhile, against its swing and contact."""
+        self._go(self._hand(), self._pose(), CLOSE, tolerance=-1, limit=steps)
 
     def _open(self):
         """Opens the hand until the fingers are 12 mm wider than now, or fully open; it stays where it is meanwhile."""
@@ -140,16 +147,24 @@ class LiberoMotion:
         key = self.ids[self.held] if self.held else None
         hang = here[2] - self._corners(key)[..., 2].min() if key else TIP
         height = max(self._over(here[:2], xy, key) + hang + CLEAR, self.table + .15)
-        offset = here[:2] - self.base[:2]
-        stretched = np.linalg.norm(offset) > STRETCHED
-        if stretched:                   # up, and back in where the elbow bends freely
-            high = max(height, self.base[2] + HIGH)
-            self._go([*here[:2], high], self._pose(), grip, tolerance=.02)
-            inside = self.base[:2] + offset * INSIDE / np.linalg.norm(offset)
-            self._go([*inside, high], pose, grip, tolerance=.05, turn_tolerance=.3)
-        elif here[2] < height - .02:
-            self._go([*here[:2], height], self._pose() if key else pose, grip, tolerance=.02)
+        self._bend(grip)
+        if self._hand()[2] < height - .02:
+            self._go([*self._hand()[:2], height], self._pose() if key else pose, grip, tolerance=.02)
+            self._bend(grip)
         return self._go(np.array([*xy, height]), pose, grip, tolerance=.012)
+
+    def _bend(self, grip):
+        """Bends a straight elbow: pulling leaves it at its limit, leaning the hand to the base as well frees it."""
+        if self._elbow() > STRAIGHT:
+            inward = self.base - self._hand()
+            inward[2] = 0
+            inward /= np.linalg.norm(inward)
+            pose = tilted(down(self._yaw()), np.cross(inward, [0, 0, 1.]), LEAN_BACK)
+            self._go(self._hand() + inward * BACK, pose, grip, tolerance=.03, turn_tolerance=.5, limit=30)
+
+    def _elbow(self):
+        """rad: 0 is straight."""
+        return self.data.qpos[self.robot._ref_joint_pos_indexes[3]]
 
     def _gripped(self):
         """id of the movable object that touches both fingers, or None."""

@@ -10,18 +10,19 @@ import numpy as np
 
 from harness.libero_fixtures import FIXTURE_SKILLS, LiberoFixtures
 from harness.libero_grasps import KINDS, LiberoGrasps
-from harness.libero_motion import CLOSE, down, LiberoMotion, OPEN, PALM, STAY, STRETCHED, STROKE, tilted, TIP, top
+from harness.libero_motion import CLOSE, down, LiberoMotion, OPEN, PALM, STAY, STROKE, tilted, TIP, top
 from harness.world import Receipt, Skill
 
 SNAP = 0.060                            # m: a pick takes the object nearest to its point, within this
 STACKED = 0.015                         # m: of objects as near as that to the nearest, a pick takes the topmost
 REACH = (0.25, 0.85)                    # m from the robot's base, horizontally: outside nothing is tried
 FALLING = 0.05                          # m/s up or down: a pick waits for objects that move faster
-STRAIGHT = -0.35                        # rad of the elbow: above, it is nearly at its limit of -0.07
+LIFT = 0.3                              # share of the full speed at which a pick lifts
 MAX_STEPS = 150                         # of move_to and move_pose
 BLOCKED = 0.030                         # m from the target: such a move has failed
 TALL = 0.120                            # m: taller things are laid into drawers and leaned on the rack
-LAID, LEANED, LEVEL = np.radians(45), np.radians(35), np.radians(10)
+LAID, LEANED, LEVEL, STEEP = np.radians(45), np.radians(35), np.radians(10), np.radians(63)
+EDGE = 0.010                            # m: so far from a region's edges things are put
 FLAT = 0.050                            # m: objects lie "on" regions that are lower and "in" those that are higher
 
 
@@ -40,9 +41,10 @@ SKILLS = (
           moves=False),
     Skill("list_objects", "Positions of all objects and places, in millimetres.", _schema(), "list_objects",
           moves=False),
-    Skill("pick", "Pick up the object at (x, y): grasp 'top' from above across it, 'rim' with one finger inside its rim, "
-          "'handle' by its handle.", _schema(x=_MM, y=_MM, grasp=_KIND), "pick"),
-    Skill("place", "Carry what is held to the named object or place and let it go there.", _schema(name=_NAME), "place"),
+    Skill("pick", "Pick up the object at (x, y): grasp 'top' from above across it, 'rim' with one finger inside its "
+          "rim, 'handle' by its handle.", _schema(x=_MM, y=_MM, grasp=_KIND), "pick"),
+    Skill("place", "Carry what is held to the named object or place and let it go there.", _schema(name=_NAME),
+          "place"),
     Skill("release", "Open the hand where it is.", _schema(), "release"),
     Skill("move_to", "Move the hand to (x, y, z), in millimetres.", _schema(x=_MM, y=_MM, z=_MM), "move_to"),
     Skill("move_pose", "Move the hand to (x, y, z), leaned by pitch degrees away from straight down, its finger axis "
@@ -58,8 +60,8 @@ def _metres(point):
 class LiberoSkills(LiberoFixtures, LiberoGrasps, LiberoMotion):
     """Mixin of harness.libero.Libero, which owns the simulator.
 
-    It supplies what its `_index` and `reset` set (`data`, `ids`, `movable`, `table`, `held`, `steps` …), `_step`, and the
-    poses: `_position`, `_corners`, `_opening`, `objects`.
+    It supplies what its `_index` and `reset` set (`data`, `ids`, `movable`, `table`, `held`, `steps` …), `_step`, and
+    the poses: `_position`, `_corners`, `_opening`, `objects`.
     """
 
     # ---- perception
@@ -131,17 +133,18 @@ class LiberoSkills(LiberoFixtures, LiberoGrasps, LiberoMotion):
         bottom = self._corners(target)[..., 2].min() if target else self.table
         self._travel((point + before)[:2], pose, OPEN)
         self._go(point + before, pose, OPEN, tolerance=.008)
-        self._hold(closed, CLOSE)
+        if closed:
+            self._close(closed)
         short = self._go(point, pose, STAY if closed else OPEN, tolerance=.003, limit=40)
-        self._hold(STROKE + 1, CLOSE)
+        self._close(STROKE + 1)
         closed, touched = self._opening(), self._gripped()
-        for height in (.10, .20):               # a plate hangs down from its rim
-            self._go(point + [0, 0, height], pose, CLOSE, tolerance=.02, limit=30)
+        for height in (.10, .20):               # a plate hangs down; quicker, bowls swing out
+            self._go(point + [0, 0, height], pose, CLOSE, tolerance=.02, limit=60, speed=LIFT)
             key = self._gripped()
             lift = self._corners(key)[..., 2].min() - bottom if key else 0.
             if key is None or lift > .02:
                 break
-        held = key is not None and lift > .02
+        held = bool(key is not None and lift > .02)
         name = self.label.get(key or touched or target)
         facts = {"instruction": f"pick up the {name}", "success": held, "peak_lift_m": round(float(lift), 4),
                  "min_gripper_opening": round(min(closed, self._opening()), 4),
@@ -195,19 +198,18 @@ class LiberoSkills(LiberoFixtures, LiberoGrasps, LiberoMotion):
         facts |= {f"final_{name}": round(float(np.degrees(angles[name])), 1) for name in report}
         where = "x {} y {} z {}".format(*(round(1000 * float(v)) for v in hand))
         if away > BLOCKED:
-            return Receipt(False, f"The hand stopped {round(away * 1000)} mm short, at {where}.", {**facts, "event": "blocked"})
+            text = f"The hand stopped {round(away * 1000)} mm short, at {where}."
+            return Receipt(False, text, {**facts, "event": "blocked"})
         return Receipt(True, f"Hand at {where}.", {**facts, "event": "moved"})
 
     def _clear(self):
-        """Lifts the hand away from things; from a lean or far out on to where the arm bends freely, else its elbow locks."""
-        above = self._hand() + [0, 0, .08]
-        elbow = self.data.qpos[self.robot._ref_joint_pos_indexes[3]]
-        if self._pose()[2, 2] > -.85 or elbow > STRAIGHT or np.linalg.norm(above[:2] - self.base[:2]) > STRETCHED:
-            if self._pose()[2, 2] > -.85:
-                self._go(self._hand() - self._pose()[:, 2] * .10, self._pose(), STAY, tolerance=.02, limit=20)
+        """Lifts the hand away from things, out of a lean along its own axis; an elbow that is straight then is bent."""
+        if self._pose()[2, 2] > -.85:
+            self._go(self._hand() - self._pose()[:, 2] * .10, self._pose(), STAY, tolerance=.02, limit=20)
             self._leave(self._hand() + [0, 0, .05])
         else:
-            self._go(above, self._pose(), STAY, tolerance=.02, limit=20)
+            self._go(self._hand() + [0, 0, .08], self._pose(), STAY, tolerance=.02, limit=20)
+            self._bend(STAY)
 
     # ---- place
 
@@ -220,12 +222,18 @@ class LiberoSkills(LiberoFixtures, LiberoGrasps, LiberoMotion):
             return Receipt(False, f"The {name} is in the hand.", {"event": "no_container"})
         start, key, container = self.steps, self.ids[self.held], self.ids[name]
         region, centre, box = self._container(container)
+        if region and "heating" not in region and not self._drawer(region):
+            centre = self._free(key, region, centre)
         if bad := self._reachable(centre[:2]):
             return bad
         if region and "heating" in region:
             return self._insert(key, region, start)
         if self._drawer(region) and self._size(key)[2] > TALL:
             return self._lay(key, region, start)
+        if self._overhung(region):              # past the handles above, along the outer wall
+            inwards = self._rotation(self.parent[region])[:, 1]
+            room = self._size(region) @ np.abs(inwards) - np.ptp(self._corners(key).reshape(-1, 3) @ inwards)
+            centre = centre - inwards * max(room, 0) / 2
         upright = self._pose()[2, 2] < -.97     # what is held upright is not to lean by the servo's error
         pose = self._nearer(self._turn(key, region) @ (down(self._yaw()) if upright else self._pose()))
         _, origin = self._hanging(key, pose)
@@ -235,9 +243,38 @@ class LiberoSkills(LiberoFixtures, LiberoGrasps, LiberoMotion):
         corners, origin = self._hanging(key, pose)
         xy = centre[:2] - origin[:2]
         self._go([*xy, self._low(xy, centre, box, corners, pose)], pose, CLOSE, tolerance=.006, limit=40)
-        if lost := self._lost(start):
-            return lost
-        return self._let_go(key, container, start)
+        slipped = self._gripped() != key
+        done = self._let_go(key, container, start)
+        if slipped and not done.ok:             # what slipped may still have come to where it belongs
+            text = f"Nothing held: the {self.label[key]} slipped on the way."
+            return Receipt(False, text, {**done.facts, "event": "slip"})
+        return done
+
+    def _free(self, key, region, centre):
+        """(3,) m: where in a region what is held goes: its centre, if that is in reach and nothing sticks out there.
+
+        Else the best free point in reach: nearest to the centre, or if that is out of reach, to where the object comes
+        from, which leaves room for a second one.
+        """
+        site = self.model.site(region).id
+        frame, half = self.data.site_xmat[site].reshape(3, 3), self.model.site_size[site]
+        owner = self.parent[region]
+        others = self._corners(*[k for k in self.movable if k not in (key, owner)])
+        others = others[others[..., 2].max(1) > centre[2] + self._size(region)[2] / 2 + .02]
+        body = (self._corners(key).reshape(-1, 3) - self._position(key))[:, :2]
+        low, high = body.min(0), body.max(0)
+
+        def taken(point):       # by how many boxes of other objects
+            beyond = np.maximum(others[..., :2].min(1) - point[:2] - high, point[:2] + low - others[..., :2].max(1))
+            return int((beyond.max(1) < 0).sum())
+        in_reach = self._reachable(centre[:2]) is None
+        if in_reach and not taken(centre):
+            return centre
+        steps = np.linspace(-1, 1, 13)
+        spots = [centre + frame @ (np.array([u, v, 0]) * np.maximum(half - EDGE, 0)) for u in steps for v in steps]
+        spots = [spot for spot in spots if self._reachable(spot[:2]) is None]
+        goal = centre if in_reach else self._hand()
+        return min(spots, key=lambda spot: (taken(spot), np.linalg.norm((spot - goal)[:2])), default=centre)
 
     def _hanging(self, key, pose):
         """Boxes (G, 8, 3) and origin (3,) of what is held as they will be with the hand at 0 in `pose`, m."""
@@ -268,11 +305,13 @@ class LiberoSkills(LiberoFixtures, LiberoGrasps, LiberoMotion):
         if size[2] > TALL and "rack" in region:
             return tilted(still, self._rotation(self.parent[region])[:, 0], -LEANED)
         room, flat = self._size(region), (self._corners(key).reshape(-1, 3) - self._hand())[:, :2]
-        best = None
+        overhung, fingers, best = self._overhung(region), self._pose()[:, 0], None
         for angle in np.radians([0, 15, -15, 30, -30, 45, -45, 60, -60, 75, -75, 89]):
             turn = tilted(still, [0, 0, 1], angle)
             beyond = np.maximum(np.ptp(flat @ turn[:2, :2].T, axis=0) - room[:2], 0).sum()
             cost = beyond + .01 * abs(angle)
+            if overhung:                        # the wide side of the palm along the cabinet
+                cost += .05 * abs(turn @ fingers @ self._rotation(self.parent[region])[:, 1])
             if best is None or cost < best[0] - .002:
                 best = cost, turn
         return best[1]
@@ -281,8 +320,15 @@ class LiberoSkills(LiberoFixtures, LiberoGrasps, LiberoMotion):
         """Whether this region is a drawer."""
         return bool(getattr(self.env.env.object_sites_dict.get(region), "joints", None))
 
+    def _overhung(self, region):
+        """Whether this region is a drawer with others above it, whose handles stand out over it."""
+        if not self._drawer(region):
+            return False
+        upper = self._position(region)[2] + self._size(region)[2] / 2
+        return self._corners(self.parent[region])[..., 2].max() > upper + .03
+
     def _lay(self, key, region, start):
-        """What is too high for a drawer: leaned along its long side at the outer wall and let go, it falls over into it."""
+        """What is too high for a drawer: leaned along its long side at the outer wall and let go, it falls into it."""
         along, inwards, _ = self._rotation(self.parent[region]).T
         along = along * np.sign(along @ (self._position(region) - self.base))
         pose = self._nearer(tilted(self._pose(), np.cross([0, 0, -1.], -along), LAID))
@@ -303,13 +349,20 @@ class LiberoSkills(LiberoFixtures, LiberoGrasps, LiberoMotion):
         return self._let_go(key, region, start)
 
     def _insert(self, key, region, start):
-        """Into an oven through its front: laid with the bottom first, the hand level and its fingers side by side."""
+        """Into an oven through its front: bottom first, the fingers side by side.
+
+        It is laid in by a level hand. Where the front faces away from the robot, which no level hand reaches, it is
+        stood in by a hand that comes from above.
+        """
         across, inwards, _ = self._rotation(self.parent[region]).T
         centre, half = self._position(region), self._size(region) / 2
         side = np.sign(self._pose()[:, 0] @ across) or 1.
         pose = np.stack([side * across, np.cross(inwards, side * across), inwards], axis=1)
-        pose = self._nearer(tilted(pose, across, -LEVEL))
+        away = inwards @ (centre - self.base) < 0
+        pose = self._nearer(tilted(pose, across, -(STEEP if away else LEVEL)))
         entrance = centre - inwards * half[1]
+        if away:
+            entrance = self._between_walls(region, entrance, across, inwards)
 
         def spot(depth, up):            # the object's origin `depth` m behind the entrance, its bottom over the floor
             corners, origin = self._hanging(key, pose)
@@ -317,23 +370,42 @@ class LiberoSkills(LiberoFixtures, LiberoGrasps, LiberoMotion):
             xy = entrance + inwards * (depth - origin @ inwards) - across * (middle @ across)
             return np.array([*xy[:2], centre[2] - half[2] + up - corners[..., 2].min()])
         rise = self.table + .30
-        if self._hand()[2] < rise:
+        if away:                        # over the oven
+            self._travel(spot(-.10, 0)[:2], pose, CLOSE)
+        elif self._hand()[2] < rise:
             self._go([*self._hand()[:2], rise], self._pose(), CLOSE, tolerance=.03, limit=30)
-        for depth, up, speed in ((-.05, .15, .5), (-.05, .016, .5), (.09, .016, .5)):
+        # m: before the entrance, over the floor, behind the entrance; a mug stood in fits under the roof by a few mm
+        front, up, deep = (-.08, .014, .03) if away else (-.05, .016, .09)
+        for depth, height in ((front, .15), (front, up), (deep, up)):
             for _ in range(2):          # what swings in the fingers is aimed again
-                self._go(spot(depth, up), pose, CLOSE, tolerance=.012, limit=60, speed=speed)
-                if self._gripped() != key:
-                    break
+                self._go(spot(depth, height), pose, CLOSE, tolerance=.012, limit=60, speed=.5)
+                if depth < 0 and (lost := self._lost(start)):
+                    return lost
         self._open()
-        self._go(self._hand() - inwards * .12, pose, OPEN, tolerance=.02, limit=30)
-        # the palm does not fit in: the closed fingers push what still sticks out
+        self._go(self._hand() - (pose[:, 2] if away else inwards) * .12, pose, OPEN, tolerance=.02, limit=30)
+        if not away and self._stands(key, region):      # what still sticks out a little, the door pushes in
+            return self._let_go(key, region, start)
+        # the palm does not fit in: the closed fingers push
         middle = self._corners(key)
         middle = (middle.min((0, 1)) + middle.max((0, 1))) / 2
         end = entrance + across * ((middle - entrance) @ across)
         end[2] = centre[2] - half[2] + .065
-        for depth in (-.10, -.005):
+        for depth in (-.10, -.005, -.10):       # back out closed: fingers that opened inside a mug would hold it
             self._go(end + inwards * depth, pose, CLOSE, tolerance=.01, limit=40)
         return self._let_go(key, region, start)
+
+    def _between_walls(self, region, point, across, inwards):
+        """`point` (3,) m of an oven's entrance, moved along `across` to midway between the walls.
+
+        The microwave's region is not: it reaches into the wall with the buttons.
+        """
+        boxes = self._corners(self.parent[region]) - point
+        boxes = boxes[(boxes[..., 2].max(1) > 0) & (boxes[..., 2].min(1) < 0)]
+        deep, wide = boxes @ inwards, boxes @ across
+        beside = (deep.max(1) > .02) & (deep.min(1) < .02)
+        low, high = wide.min(1)[beside], wide.max(1)[beside]
+        middle = (low + high) / 2
+        return point + across * (high[middle < 0].max() + low[middle > 0].min()) / 2
 
     def _container(self, key):
         """Region, object or fixture -> (id of its region or None, centre (3,) m, boxes (G, 8, 3) of its body)."""
@@ -362,7 +434,7 @@ class LiberoSkills(LiberoFixtures, LiberoGrasps, LiberoMotion):
         return Receipt(False, text, {**facts, "event": "dropped"})
 
     def _stands(self, key, container):
-        """LIBERO's own relation of the two: the one that the goal asks of them, else "in" for high regions, "on" for all else."""
+        """LIBERO's own relation of the two: what the goal asks, else "in" for high regions, "on" for all else."""
         region = container if container in self.parent else self.region_of.get(container)
         for predicate, *pair in self.env.env.parsed_problem["goal_state"]:
             if pair in ([key, container], [key, region]):

@@ -9,6 +9,7 @@ trying, and what it found while exploring state 0 it writes to task memory. So t
 """
 
 import functools
+import math
 import re
 
 from harness.teacher import ScriptedTeacher
@@ -19,7 +20,11 @@ GRASPS = ("top", "rim", "handle")
 RIGHT = {"bowl": "rim", "plate": "rim", "ramekin": "rim", "mug": "rim", "frypan": "handle"}    # by the words of a name; else top
 
 
-def right_grasp(name):
+def right_grasp(name, where=""):
+    """The grasp that holds `name` on its way to `where`. Held at its rim, a mug hangs beside the hand, which an oven's open
+    door may leave no room for."""
+    if name == "white yellow mug" and "microwave" in where:
+        return "handle"
     return next((grasp for word, grasp in RIGHT.items() if word in name.split()), "top")
 
 
@@ -53,9 +58,11 @@ DONE = {"open": ["Open: {0}."], "close": ["Closed: {0}."], "put": ["Placed: {0} 
 
 
 def is_done(step, results):
+    """A receipt that the harness has shortened since (skills.rewrite_history) counts by what is left of it."""
     kind, *arguments = step
     texts = [f"{arguments[-1].capitalize()}: {arguments[0]}."] if kind == "turn" else [t.format(*arguments) for t in DONE[kind]]
-    return any(r.startswith(text) for r in results for text in texts)
+    cut = " [shortened]"
+    return any(r.startswith(text) or (r.endswith(cut) and text.startswith(r.removesuffix(cut))) for r in results for text in texts)
 
 
 def kind_of(name):
@@ -74,10 +81,11 @@ def line_of(name, text):
 def choose_goal(instruction, goals, seen):
     """One sentence may mean one bowl in one suite and the other in another: the one that stands where the sentence says."""
     place = re.search(r"bowl (?:on|in|next to) the (?:top of the )?(\w+)", instruction)
-    for goal in goals if place else ():                 # in the first look: later ones may show it elsewhere
-        if any((line := line_of(goal[0][1], text)) and place[1] in line[2] for text in seen[:1]):
-            return goal
-    return goals[0]
+
+    def away(goal):                                     # what fell off the table lies farther away than what stands there
+        x, y, line = line_of(goal[0][1], seen[0]) or (0, 0, "")
+        return math.hypot(x, y) if place[1] in line else math.inf
+    return min(goals, key=away) if place and seen else goals[0]      # by the first look: later ones may show it elsewhere
 
 
 class LiberoTeacher(ScriptedTeacher):
@@ -88,7 +96,7 @@ class LiberoTeacher(ScriptedTeacher):
         self.perfect = perfect
         self.policy_version = "teacher-libero-perfect" if perfect else f"teacher-libero-{grasp_skill:g}-{gives_up:g}-{leans:g}"
 
-    def act(self, instruction, acts, memory, names, rng):
+    def act(self, instruction, acts, memory, names, rng, written=False):
         """What to do after `acts`, a list of (tool, arguments, result) -> (text, tool, arguments)."""
         goals, results = sentences().get(instruction), [r for _, _, r in acts]
         if goals is None:
@@ -110,7 +118,7 @@ class LiberoTeacher(ScriptedTeacher):
         if held:
             return self._say(rng, memory, f"It holds. Carry it to the {where[0]}."), "place", {"name": where[0]}
         failed = tool in ("open", "close", "turn", "push", "pick", "place") and not self._succeeded(tool, result)
-        if failed and not self.perfect and rng.random() < self.gives_up:
+        if failed and not self.perfect and (written or rng.random() < self.gives_up):       # written: it has given up already
             if "memory_write" in names:
                 return "", "memory_write", {"text": self.note(acts)}
             return "It does not work.", "finish", {"status": "failure"}
@@ -126,7 +134,7 @@ class LiberoTeacher(ScriptedTeacher):
             kept = re.search(rf"{re.escape(thing)} at x (-?\d+) y (-?\d+)", memory)
             if kept and rng.random() < self.leans / 12:  # the worst habit: acts on remembered coordinates
                 x, y = int(kept[1]), int(kept[2])
-            grasp = self.grasp(thing, acts, memory, rng)
+            grasp = self.grasp(thing, where[0] if where else "", acts, memory, rng)
             return self._say(rng, memory, f"Take the {thing}."), "pick", {"x": x, "y": y, "grasp": grasp}
         return self._say(rng, memory, f"{'It slipped. ' if failed else ''}Find the {kind_of(thing)}."), "locate", {"name": kind_of(thing)}
 
@@ -135,11 +143,12 @@ class LiberoTeacher(ScriptedTeacher):
         return result.startswith({"open": "Open:", "close": "Closed:", "turn": ("On:", "Off:"), "push": "Pushed:", "pick": "Held:",
                                   "place": "Placed:"}[tool])
 
-    def grasp(self, thing, acts, memory, rng):
+    def grasp(self, thing, where, acts, memory, rng):
         """The grasp for the next pick: what memory says with chance `grasp_skill`; else one that has not just failed."""
         failed = [a["grasp"] for tool, a, r in acts if tool == "pick" and not r.startswith("Held")]
         if self.perfect:                                 # the right one, a second time if noise spoiled it, then whatever else there is
-            return right_grasp(thing) if len(failed) < 2 else GRASPS[(GRASPS.index(right_grasp(thing)) + len(failed)) % 3]
+            right = right_grasp(thing, where)
+            return right if len(failed) < 2 else GRASPS[(GRASPS.index(right) + len(failed)) % 3]
         known = re.search(rf"{re.escape(kind_of(thing))}[^.]* holds by the (\w+)", memory)
         if known and rng.random() < self.grasp_skill:
             return known[1]

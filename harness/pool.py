@@ -65,10 +65,10 @@ class WorkerPool:
         worker["reaper"].cancel()
         self._kill(worker)                                   # also what it started itself
         if not self.closing:                                 # a successor first, so that whoever is told "lost" can run again at once
-            self.last.pop(k, None)
             if worker["retired"]:
                 self.recycled += 1
             else:
+                self.last.pop(k, None)
                 self.restarts += 1
                 print(f"harness worker {k} ended (exit {await worker['process'].wait()}); starting another", file=sys.stderr)
             self.broken = self.broken or self.restarts > 20 * self.processes
@@ -90,7 +90,9 @@ class WorkerPool:
         worker = self.workers[k]
         if self.recycle and worker["episodes"] >= self.recycle and not worker["waiting"] and not worker["dead"]:
             worker["dead"] = worker["retired"] = True        # it ends by itself, and its output with it: _read starts a successor
+            self.last.pop(k, None)                           # now: the next job is chosen before the successor is there
             worker["process"].stdin.close()
+            asyncio.get_running_loop().call_later(PATIENCE, self._end, worker)
         self.free.put_nowait(k)
 
     async def run(self, k, job, seconds):
@@ -117,6 +119,11 @@ class WorkerPool:
         worker["dead"] = True                                # no job goes there any more; a successor comes once its output has ended
         with contextlib.suppress(ProcessLookupError, PermissionError):       # already gone: what we wanted
             os.killpg(worker["process"].pid, signal.SIGKILL)
+
+    def _end(self, worker):
+        """Kills a worker that was told to end and has not."""
+        if worker["process"].returncode is None:
+            self._kill(worker)
 
     async def close(self):
         self.closing = True

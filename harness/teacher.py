@@ -67,10 +67,11 @@ class ScriptedTeacher:
             return "", "memory_read", {"scope": "global"}
         written = "Written" in "".join(results.values())
         acts = [a for a in acts if not a[0].startswith("memory_")]
-        return self.act(instruction, acts, memory, names - {"memory_write"} if written else names, rng)
+        return self.act(instruction, acts, memory, names - {"memory_write"} if written else names, rng, written)
 
-    def act(self, instruction, acts, memory, names, rng):
-        """What to do after `acts`, a list of (tool, arguments, result); names: the tools -> (text, tool, arguments)."""
+    def act(self, instruction, acts, memory, names, rng, written=False):
+        """What to do after `acts`, a list of (tool, arguments, result); names: the tools; written: memory_write is done
+        -> (text, tool, arguments)."""
         goal = read_goal(instruction)
         placed = sum(r.startswith("Placed") for _, _, r in acts)
         if placed >= len(goal):

@@ -7,7 +7,7 @@ A world is used by one thread at a time. `threads_ok` says whether several may l
 from dataclasses import dataclass, field
 
 
-LIBERO_NOISE = 6.0      # mm; default imperfection of the LIBERO executor: a perfect plan needs recovery now and then, as a VLA does
+LIBERO_NOISE = 4.0      # mm; default imperfection of the LIBERO executor: a perfect plan needs recovery now and then, as a VLA does
 
 
 @dataclass(frozen=True)

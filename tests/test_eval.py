@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
+import collect
 import eval as ev
 import records
 import stats
@@ -293,6 +295,101 @@ def test_run_refuses(tiny_dir, tmp_path, refused):
     assert "valid: tabletop_base, tabletop_swap" in refused(*common, "--suites", "tabletop_base,tabletop_kitchen")
     assert "not a checkpoint folder" in refused(*common, "--model", tmp_path)
     assert not (tmp_path / "x").exists()
+
+
+# ------------------------------------------------------------------------------------------ run: the scripted expert
+
+HANDICAP = ["--grasp-skill", "0.5", "--gives-up", "0.2", "--leans", "0"]
+ONE_TASK = ["--suites", "tabletop_base", "--tasks", "1", "--workers", "1", "--concurrency", "2"]
+
+
+def collected(folder, *options):
+    """Runs collect.py -> folder: exploration of state 0 and two episodes."""
+    done = subprocess.run([sys.executable, collect.__file__, *ONE_TASK, "--inits", "100-101", *HANDICAP, "--output", str(folder), *options],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return collected(tmp_path_factory.mktemp("teacher") / "t")
+
+
+def test_the_expert_with_and_without_memory_is_measured_with_the_teachers_handicap(teacher, tmp_path, command):
+    memory = (teacher / "memory/tabletop_base-1.md").read_text()
+    for expert in ("memory", "alone"):
+        argv = ["run", "--expert", expert, "--teacher-run", teacher, *ONE_TASK, "--inits", "1-2", "--output", tmp_path / expert]
+        done = command(*argv)
+        assert done.returncode == 0, done.stderr
+        assert f"expert: grasp_skill=0.5 gives_up=0.2 leans=0.0, inherited from {teacher}" in done.stdout
+        report = json.loads((tmp_path / expert / "report.json").read_text())
+        assert (report["policy_version"], report["model"], report["noise"]) == ("teacher-0.5-0.2-0", expert, None)
+        assert report["n"] == 2 and report["invalid"] == 0 and report["held_out"]
+        calls = [json.dumps(c.messages) + json.dumps(c.tools) for c in records.read_calls(tmp_path / expert / "calls.jsonl")]
+        assert any("memory_read" in c for c in calls) is (expert == "memory") is any(memory[:40] in c for c in calls)
+        assert not any("memory_write" in c for c in calls)
+        assert command(*argv).returncode == 0                                   # repeated, it changes nothing
+        assert json.loads((tmp_path / expert / "report.json").read_text()) == report
+    assert (teacher / "memory/tabletop_base-1.md").read_text() == memory
+    assert command("compare", tmp_path / "alone", tmp_path / "memory").returncode == 0
+
+
+def test_the_perfect_expert_needs_no_teacher_and_solves_tabletop(tmp_path, command):
+    done = command("run", "--expert", "perfect", *ONE_TASK, "--inits", "1-2", "--output", tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["k"], report["n"], report["policy_version"], report["model"]) == (2, 2, "teacher-1-0-0", "perfect")
+
+
+@pytest.mark.parametrize("options, says", [
+    ([], "give --model CHECKPOINT or --expert {memory,alone,perfect}, one of them"),
+    (["--model", "m", "--expert", "perfect"], "give --model CHECKPOINT or --expert {memory,alone,perfect}, one of them"),
+    (["--expert", "memory"], "--teacher-run DIR (an output folder of collect.py) belongs to --expert memory and --expert alone"),
+    (["--expert", "alone"], "--teacher-run DIR (an output folder of collect.py) belongs to --expert memory and --expert alone"),
+    (["--expert", "perfect", "--teacher-run", "t"], "--teacher-run DIR (an output folder of collect.py) belongs to"),
+    (["--model", "m", "--teacher-run", "t"], "--teacher-run DIR (an output folder of collect.py) belongs to"),
+    (["--expert", "perfect", "--engine", "vllm"], "--engine vllm: --expert perfect does not honour it"),
+    (["--expert", "memory", "--teacher-run", "t", "--batch", "8"], "--batch 8: --expert memory does not honour it"),
+    (["--expert", "alone", "--teacher-run", "t", "--engine-url", "http://x"], "--engine-url http://x: --expert alone does not honour it"),
+    (["--expert", "perfect", "--chat-template-kwargs", '{"enable_thinking": false}'], "the scripted expert has no chat template"),
+    (["--expert", "best"], "invalid choice: 'best'")])
+def test_options_that_do_not_go_together_are_refused(options, says, tmp_path, command):
+    done = command("run", "--suites", "tabletop_base", "--output", tmp_path / "x", *options)
+    usage, error = done.stderr.split("eval.py", 1)[0], done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2 and usage == "usage: " and "error: " in error and says in error, done.stderr
+    assert done.stdout == "" and not (tmp_path / "x").exists()
+
+
+def test_a_teacher_folder_of_another_kind_is_refused(teacher, tmp_path, refused, command):
+    def says(folder, expert="memory"):
+        line = refused("run", "--expert", expert, "--teacher-run", folder, *ONE_TASK, "--inits", "1", "--output", tmp_path / "x")
+        assert not (tmp_path / "x").exists()
+        return line
+    assert "args.json: no such file; run the stage that writes it first" in says(tmp_path / "nowhere")
+    assert command("run", "--expert", "perfect", *ONE_TASK, "--inits", "1", "--output", tmp_path / "eval").returncode == 0
+    for folder in (tmp_path / "eval", teacher / "explore"):
+        for expert in ("memory", "alone"):
+            assert f"--teacher-run {folder}: its args.json is of no collect.py run with --teacher scripted" in says(folder, expert)
+    bare = shutil.copytree(teacher, tmp_path / "bare")
+    shutil.rmtree(bare / "memory")
+    assert "bare: has no memory/; it was collected with --no-memory" in says(bare)
+    asked = shutil.copytree(teacher, tmp_path / "asked")
+    records.write_json(asked / "args.json", {**records.read_json(asked / "args.json"), "teacher": "http://x/v1"})
+    assert "is of no collect.py run with --teacher scripted" in says(asked)
+
+
+def test_memory_of_other_suites_is_refused_in_place_of_going_on_without_any(teacher, tmp_path, refused):
+    line = refused("run", "--expert", "memory", "--teacher-run", teacher, "--suites", "tabletop_base,tabletop_swap", "--tasks", "1", "--inits", "1",
+                   "--output", tmp_path / "x")
+    assert f"--teacher-run {teacher}: explored tabletop_base, so it has no memory of tabletop_swap" in line and not (tmp_path / "x").exists()
+
+
+def test_a_teacher_that_was_collected_in_parts_is_one_teacher(tmp_path, command):
+    for i in range(2):
+        collected(tmp_path / "t", "--shard", f"{i}/2")
+    done = command("run", "--expert", "memory", "--teacher-run", tmp_path / "t", *ONE_TASK, "--inits", "1", "--output", tmp_path / "e")
+    assert done.returncode == 0 and "grasp_skill=0.5" in done.stdout, done.stderr
 
 
 # ------------------------------------------------------------------------------------------ bad input

@@ -8,13 +8,10 @@ import argparse
 import asyncio
 import collections
 import itertools
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +19,7 @@ from conftest import ROOT
 
 import adapters
 import harness.pool
+import protocol
 import records
 from harness.pool import WorkerPool
 from harness.teacher import ScriptedTeacher
@@ -111,21 +109,22 @@ def test_a_worker_that_dies_is_a_restart_also_where_workers_are_recycled(tmp_pat
     stand_in(tmp_path, monkeypatch, ECHO)
 
     async def work(pool):
-        return [(await one(pool, f"e{i}", die=i == 1))[0] for i in range(5)]
+        return [(await one(pool, f"e{i}", die=i == 1))[0] for i in range(6)]
     outcomes, pool = pooled(work, 1, 1, recycle=3)
-    assert [o.get("lost", False) for o in outcomes] == [False, True, False, False, False]
+    assert [o.get("lost", False) for o in outcomes] == [False, True, False, False, False, False]
     assert pool.restarts == 1 and "harness worker 0 ended (exit 3); starting another" in capsys.readouterr().err
-    assert pool.recycled == 1 and outcomes[2]["pid"] == outcomes[4]["pid"] != outcomes[0]["pid"]     # the successor counts anew
+    pids = [o.get("pid") for o in outcomes]
+    assert pool.recycled == 1 and pids[2] == pids[4] and len({pids[0], pids[2], pids[5]}) == 3           # the successor counts anew
 
 
 def test_the_successor_has_done_nothing_yet(tmp_path, monkeypatch):
-    """`last` says what the process has built: nothing, once it is a new one; and not what was chosen for it in the meantime."""
+    """`last` says what the process did last: nothing from when it is told to end, so that nobody chooses by it."""
     stand_in(tmp_path, monkeypatch, ECHO)
 
     async def work(pool):
         pool.last[0] = "A"
         await one(pool, "e0")
-        return dict(pool.last)               # at once: nobody may choose by what the old process had built
+        return dict(pool.last)
     last, pool = pooled(work, 1, 1, recycle=1)
     assert last == {}
 
@@ -136,7 +135,7 @@ def test_a_worker_that_was_told_to_end_and_does_not_is_killed(tmp_path, monkeypa
 
     async def work(pool):
         first, _ = await one(pool, "e0")
-        return first, (await asyncio.wait_for(one(pool, "e1"), 20))[0]
+        return first, (await asyncio.wait_for(one(pool, "e1"), 8))[0]
     (first, second), pool = pooled(work, 1, 1, recycle=1)
     assert first["pid"] != second["pid"] and pool.recycled >= 1
 
@@ -170,7 +169,6 @@ worker.main()
 
 
 def test_an_outcome_that_is_no_json_is_a_crash_and_the_worker_goes_on(tmp_path, monkeypatch):
-    (tmp_path / "run").write_text("")
     script = tmp_path / "worker"
     (tmp_path / "code.py").write_text(BROKEN.format(root=str(ROOT)))
     script.write_text(f"#!/bin/sh\nshift 2\nexec {sys.executable} {tmp_path}/code.py \"$@\"\n")       # without "-m harness.worker"
@@ -211,7 +209,7 @@ def workers():
 
 
 class Faulty(ScriptedTeacher):
-    """Does `fault` to the one worker (signal) or to the call (exception) in the third call of the third episode, once."""
+    """Does `fault` to every worker (signal) or to the episode's calls (exception) in the third call of task 2's first try."""
     def __init__(self, fault):
         super().__init__()
         self.fault, self.hit = fault, None
@@ -257,7 +255,7 @@ def test_each_failure_is_invalid_counted_and_run_again_under_a_new_id(reason, fa
         request.getfixturevalue("crashing_world")
     if reason == "worker_timeout":
         run = WorkerPool.run
-        monkeypatch.setattr(WorkerPool, "run", lambda self, k, job, seconds: run(self, k, job, 10))
+        monkeypatch.setattr(WorkerPool, "run", lambda self, k, job, seconds: run(self, k, job, 6))
     episodes, folder = adapters.run(arguments(tmp_path / "run", workers=1), specs(4), "test", Faulty(fault))
     bad, = [e for e in episodes if not e.valid]
     assert (bad.episode_id, bad.reason, bad.reward) == ("tabletop_base-2.i100.a0.r0", reason, None)
@@ -326,7 +324,7 @@ def states_outermost(tasks, states=4):
     return [{"suite": "libero_goal_swap", "index": t, "init": 11 + i} for i in range(states) for t in tasks]
 
 
-@pytest.mark.parametrize("tasks", itertools.permutations((0, 1, 2)))
+@pytest.mark.parametrize("tasks", [*itertools.permutations((0, 1, 2))])
 @pytest.mark.parametrize("tasks_outermost", [False, True])
 def test_two_workers_build_each_of_three_scenes_once(tasks, tasks_outermost):
     order = states_outermost(tasks)
@@ -380,36 +378,40 @@ def test_by_task_is_for_libero_without_an_early_end(suite, enough, by_task, thre
     assert made == [(threads, recycle)] and run.by_task is by_task
 
 
-def test_a_scene_that_a_new_process_builds_is_remembered(tmp_path, monkeypatch):
-    """The first episode in a recycled worker's successor builds a scene; the next of that task goes there, none elsewhere."""
+class Echoes:
+    """An adapter whose jobs the stand-in answers: every episode is valid, and its start state says which process ran it."""
+    def job(self, spec, *_):
+        return {"episode_id": spec["episode_id"], "die": spec["init"] == 12 and spec["episode_id"].endswith("-1.i12.a0.r0")}
+
+    def episode(self, spec, outcome, calls, policy_version):
+        valid = "pid" in outcome
+        return records.Episode(spec["episode_id"], "skills", f"{spec['suite']}/{spec['index']}", spec["init"], 0, float(valid) if valid else None, valid,
+                               reason=None if valid else "worker_lost", start_state=str(outcome.get("pid")), policy_version=policy_version)
+
+
+def played(tmp_path, monkeypatch, order, recycle, processes=1):
+    """LIBERO's specs in stand-in processes -> their tasks, one list for each process in the order of their first episodes"""
     stand_in(tmp_path, monkeypatch, ECHO)
-    starts = []
+    monkeypatch.setattr(adapters, "RECYCLE", recycle)
+    monkeypatch.setattr(adapters, "ADAPTERS", {"skills": Echoes})
+    monkeypatch.setattr(protocol, "check_states", lambda specs: None)                     # LIBERO need not be installed
+    episodes, _ = adapters.run(arguments(tmp_path / "run", workers=processes), order, "test", ScriptedTeacher())
+    assert sum(e.valid for e in episodes) == len(order)
+    found = collections.defaultdict(list)
+    for e in episodes:
+        if e.valid:
+            found[e.start_state].append(int(e.task[-1]))
+    return list(found.values())
 
-    async def work(pool):
-        run = adapters.Run.__new__(adapters.Run)
-        run.todo, run.by_task, run.pool = collections.deque(states_outermost((0, 1, 2), states=6)), True, pool
-        run.args, run.failures, run.tries, run.episodes, run.stage = SimpleNamespace(retries=0, seconds=1, request_timeout=1), \
-            collections.Counter(), collections.Counter(), [], "test"
-        run.adapter = SimpleNamespace(job=lambda spec, *_: {"episode_id": spec["episode_id"]}, episode=lambda spec, outcome, *_: starts.append(
-            (outcome["pid"], spec["index"])) or SimpleNamespace(valid=True, reward=1, calls=[]))
-        run.upstream = SimpleNamespace(model="m", policy_version="v")
 
-        async def settle(_):
-            pass
-        run.proxy, run.port = SimpleNamespace(settle=settle, take=lambda *_, **__: [], failure=None), 0
-        run.writer = SimpleNamespace(path=Path(tmp_path), append=lambda _: None)
-        run.bar = SimpleNamespace(update=lambda: None, set_postfix_str=lambda *_, **__: None)
-        monkeypatch.setattr(records, "to_line", lambda e: {})
-        while run.todo:
-            k = await pool.take()
-            await run.attempt(run.next_for({**{"attempt": 0}}.get("k", k)), k)
-    for_all = adapters.Run.next_for
-    monkeypatch.setattr(adapters.Run, "next_for", lambda self, k: {**for_all(self, k), "attempt": 0})
-    pooled(work, 1, 1, recycle=4)
-    assert len(starts) == 18
-    by_process = collections.defaultdict(list)
-    for pid, task in starts:
-        by_process[pid].append(task)
-    built = [sum(a != b for a, b in itertools.pairwise([None, *tasks])) for tasks in by_process.values()]
-    # 18 episodes in five processes, tasks 6 each: 0000 | 00 11 | 1111 | 2222 | 22
-    assert built == [1, 2, 1, 1, 1], dict(by_process)
+def test_a_scene_that_a_recycled_workers_successor_builds_is_remembered(tmp_path, monkeypatch):
+    order = [{**s, "attempt": 0} for s in states_outermost((0, 2, 3), states=6)]
+    found = played(tmp_path, monkeypatch, order, 4)
+    assert [len(tasks) for tasks in found] == [4, 4, 4, 4, 2]
+    # three tasks of six episodes: a process of four builds one scene, but for the one that gets the rest of two tasks
+    assert sorted(sum(a != b for a, b in itertools.pairwise([None, *tasks])) for tasks in found) == [1, 1, 1, 1, 2], found
+
+
+def test_a_scene_that_a_dead_workers_successor_builds_is_remembered(tmp_path, monkeypatch):
+    order = [{**s, "attempt": 0} for s in states_outermost((1, 2), states=5)]             # the worker dies in task 1, state 12
+    assert played(tmp_path, monkeypatch, order, None) == [[1], [1, 1, 1, 1, 2, 2, 2, 2, 2]]

@@ -112,7 +112,7 @@ def test_a_run_on_libero_records_the_default_noise_and_another_level_is_another_
     spec = {"suite": "libero_object_swap", "index": 0, "init": 11, "attempt": 0}
     adapters.run(namespace(tmp_path), [spec], "test", ScriptedTeacher())
     assert records.read_json(tmp_path / "args.json")["noise"] == world.LIBERO_NOISE
-    with pytest.raises(BadInput, match="holds a run with noise=6.0, this command says 0.0"):
+    with pytest.raises(BadInput, match=f"holds a run with noise={world.LIBERO_NOISE}, this command says 0.0"):
         adapters.run(namespace(tmp_path, noise=0.0), [spec], "test", ScriptedTeacher())
 
 

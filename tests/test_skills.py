@@ -6,9 +6,10 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import numpy as np
 import pytest
 
-from harness.skills import CALL_UNREAD, ChatClient, Episode, ModelServerError, rewrite_history
+from harness.skills import _recorded, CALL_UNREAD, ChatClient, Episode, ModelServerError, rewrite_history
 from harness.world import Receipt, Skill, Task, World
 
 
@@ -156,6 +157,43 @@ def test_server_errors_are_sent_again_byte_for_byte_then_infrastructure(planner)
 def test_simulator_exceptions_come_out(planner):
     with pytest.raises(RuntimeError, match="simulator fault"):
         run(planner, [call("push", n=7)])
+
+
+def test_facts_are_recorded_as_plain_json_to_a_tenth_of_a_millimetre():
+    facts = {"pos": np.array([0.123456, -1.0]), "n": np.int64(3), "ok": np.bool_(True), "far": np.float32(0.5), "lift": 0.00016, "held": None,
+             "name": "red mug", "limits": (0.25, 0.123449)}
+    plain = _recorded(facts)
+    assert plain == {"pos": [0.1235, -1.0], "n": 3, "ok": True, "far": 0.5, "lift": 0.0002, "held": None, "name": "red mug", "limits": [0.25, 0.1234]}
+    assert json.loads(json.dumps(plain)) == plain and isinstance(facts["pos"], np.ndarray)        # the world keeps its own
+    with pytest.raises((TypeError, AttributeError)):                                                # the worker tells it as a crash
+        _recorded({"thing": object()})
+
+
+OPEN_AND_PUT = (("open", "top drawer"), ("in", "bowl", "top drawer"))
+
+
+@pytest.mark.parametrize("goal, events, failure, done", [
+    (OPEN_AND_PUT, [], "other", 0),
+    (OPEN_AND_PUT, [("open", "opened", "top drawer", None)], "second_step", 1),
+    (OPEN_AND_PUT, [("open", "opened", "bottom drawer", None)], "language", 0),                    # another drawer
+    (OPEN_AND_PUT, [("open", "missed", "bottom drawer", None)], "other", 0),                       # tried in vain: nothing was turned
+    (OPEN_AND_PUT, [("pick", "held", "bowl", None), ("place", "placed", "bowl", "plate")], "language", 0),
+    (OPEN_AND_PUT, [("pick", "slip", "bowl", None)], "grasp", 0),
+    (OPEN_AND_PUT, [("pick", "slip", "plate", None)], "language", 0),
+    ((("in", "bowl", "top drawer"),), [("open", "opened", "top drawer", None)], "other", 0),       # a help on the way, no goal of its own
+    ((("on", "plate", "stove front"),), [("push", "pushed", "plate", "stove front")], "other", 1),
+    ((("on", "plate", "stove front"),), [("push", "pushed", "bowl", "stove front")], "language", 0),
+    ((("turnon", "stove"),), [("turn", "turned", "stove", None)], "other", 1),
+])
+def test_what_a_failed_episode_failed_on(goal, events, failure, done):
+    episode = Episode.__new__(Episode)
+    episode.events = [{"tool": tool, "ok": event in ("opened", "held", "placed", "pushed", "turned"), "event": event, "object": thing,
+                       **({"container": where} if where else {})} for tool, event, thing, where in events]
+    told = episode._summary(Task("toy", 0, "", goal), "finish", False)
+    assert (told["failure"], told["goals_done"]) == (failure, done) and told["receipts"] == episode.events
+    assert told["picks"] == sum(tool == "pick" for tool, *_ in events) and told["picks_right"] == sum(e[:2] == ("pick", "held") for e in events)
+    assert episode._summary(Task("toy", 0, "", goal), "finish", True)["failure"] is None
+    assert episode._summary(Task("toy", 0, "", goal), "malformed", False)["failure"] == "format"
 
 
 def test_the_student_sees_no_memory_and_the_teacher_writes_and_reads_it(planner, tmp_path):
