@@ -191,7 +191,7 @@ class LiberoSkills(LiberoFixtures, LiberoGrasps, LiberoMotion):
         hand, rotation = self._hand(), self._pose()
         away = float(np.linalg.norm(target - hand))
         lean = rotation[:2, 2]                                  # where it points, seen from above
-        finger = rotation[:2, 0] if rotation[0, 0] * lean[1] <= rotation[1, 0] * lean[0] else -rotation[:2, 0]
+        finger = rotation[:2, 0] if rotation[0, 0] * lean[1] >= rotation[1, 0] * lean[0] else -rotation[:2, 0]
         angles = {"pitch": np.arccos(np.clip(-rotation[2, 2], -1, 1)), "yaw": np.arctan2(finger[1], finger[0])}
         facts = {"target_xyz": _metres(target), "final_eef_pos": _metres(hand), "final_dist_m": round(away, 4),
                  "steps_used": self.steps - start, "max_steps": MAX_STEPS}
