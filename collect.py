@@ -48,7 +48,8 @@ def parse_args():
     g.add_argument("--teacher-model", default="", help="URL: name of the model; default: the one that the server offers")
     g.add_argument("--teacher-api", choices=["openai", "vllm"], default="openai",
                    help="URL: openai sends what any server takes (top_k, … stay the server's own); vllm sends all, records token ids")
-    g.add_argument("--grasp-skill", type=float, default=1.0, help="scripted: chance of the right grasp offset per pick (0 to 1)")
+    g.add_argument("--grasp-skill", type=float, default=1.0,
+                   help="scripted: chance of the right grasp per pick (LIBERO: of the one that memory names; 0 to 1)")
     g.add_argument("--gives-up", type=float, default=0.1, help="scripted: chance to give up after a failed pick (0 to 1)")
     g.add_argument("--leans", type=float, default=0.12,
                    help="scripted: chance that a reply leans on memory (0 to 1); in 1/12 of it a pick uses remembered coordinates")
@@ -114,12 +115,13 @@ async def collect(args, tasks, inits):
         return make
     try:
         adapters.check_split(args.output, adapters.parse_shard(args.shard)[1])       # before exploring: it costs, and writes memory
-        if not args.no_memory and not await explore(args, tasks, teacher("explore")):
-            return STOPPED
         memory = None if args.no_memory else str(memory_folder(args))
         # States outermost: an early stop still has seen every task.
         specs = [{"suite": s, "index": i, "init": init, "attempt": a, "memory": memory}
                  for init in inits for a in range(args.attempts) for s, i in tasks]
+        protocol.check_states(specs)                                                 # before exploring, too
+        if not args.no_memory and not await explore(args, tasks, teacher("explore")):
+            return STOPPED
         enough = None
         if args.target_successes:
             def enough(episodes):
@@ -151,7 +153,7 @@ def main():
     inits = protocol.parse_inits(args.inits)
     protocol.refuse_evaluation_states(inits, "collect.py")
     suites = protocol.parse_suites(args.suites, "collect.py")
-    if args.teacher == "scripted":
+    if args.teacher == "scripted" or not args.no_memory:
         protocol.one_world(suites)
     return asyncio.run(collect(args, protocol.parse_tasks(args.tasks, suites), inits))
 

@@ -162,7 +162,7 @@ def load(path, name=None):
     parts = parts_of(path, "report.json", "`eval.py run`")
     headers = [records.read_json(p / "report.json") for p in parts]
     for part, header in zip(parts, headers, strict=True):
-        for field in ("sampling", "policy_version"):
+        for field in ("sampling", "policy_version", "noise", "seed"):
             if header.get(field) != headers[0].get(field):
                 raise BadInput(f"{part}/report.json: {field} {header.get(field)!r} is not that of the other shards, "
                                f"{headers[0].get(field)!r}; evaluate again into another folder")
@@ -221,6 +221,10 @@ def show_comparison(result, reports):
               f"{(r.header.get('sampling') or {}).get('profile', 'unnamed')}, reward is {is_a}")
     if reports[0].header.get("sampling") != reports[1].header.get("sampling"):
         print("note: the two were sampled differently")
+    noise = [(r.header.get("noise"), r.header.get("seed", 0)) for r in reports]           # its draws are seeded by both
+    if noise[0] != noise[1] and any(level for level, _ in noise):
+        print("note: the executor's noise was another: " + ", ".join(
+            f"{name} {level} mm, seed {seed}" for name, (level, seed) in zip(names, noise, strict=True)))
     shown = [s for s in result["suites"] if s != "all" or len(result["suites"]) != 2]      # one suite: not shown twice
     for suite in shown:
         row = result["suites"][suite]
@@ -277,11 +281,17 @@ def choose_film(args, specs):
         raise BadInput(f"--video {args.video}: not among this run's episodes; expected SUITE/INDEX:INIT or "
                        f"SUITE/INDEX:INIT:ATTEMPT, e.g. {next(iter(names))}")
     form = args.video_format or "gif"
+    path, saved = (Path(args.output) / f"episode.{form}").resolve(), Path(args.output) / "args.json"
+    if path.exists() and saved.exists() and (other := records.read_json(saved).get("video")) not in (None, args.video):
+        raise BadInput(f"--video {args.video}: {path} is the film of {other}; give another --output")
+    plus = libero_plus.of_task(f"{film['suite']}/{film['index']}")
+    if plus and (why := libero_plus.reason(plus, pictures=True)):
+        raise BadInput(f"--video {args.video}: {why}; no episode was run")
     try:
         print(f"--video: rendered by {frames.check(world_of(film['suite']), form)}")
     except RuntimeError as e:
         raise BadInput(f"--video {args.video}: {e}; no episode was run") from None
-    film["video"] = str((Path(args.output) / f"episode.{form}").resolve())
+    film["video"] = str(path)
     return film
 
 
@@ -289,7 +299,7 @@ def run_episodes(args):
     inits, suites = protocol.parse_inits(args.inits), protocol.parse_suites(args.suites)
     named = protocol.parse_tasks(args.tasks, suites)
     tasks = libero_plus.runnable(named, args.pictures)
-    # Attempts and states outermost: a run that is cut by --limit or STOP has still seen every task.
+    # Attempts and states outermost: a run that is cut by --limit (on tabletop also by STOP) has still seen every task.
     specs = [{"suite": s, "index": i, "init": init, "attempt": a}
              for a in range(args.attempts) for init in inits for s, i in tasks][:args.limit]
     if not specs or (args.limit is not None and args.limit < 1):
@@ -302,6 +312,8 @@ def run_episodes(args):
         print(f"note: states {args.inits} are not all held out ({len(trained)} are memory or training states)")
     if args.expert:
         upstream, memory = make_expert(args, suites)
+        if memory and (lost := [f"{s}/{i}" for s, i in tasks if not (Path(memory) / f"{s}-{i}.md").exists()]):
+            print(f"note: {memory} has no task memory of {len(lost)} of {len(tasks)} tasks, e.g. {lost[0]}")
         specs = [{**s, "memory": memory} for s in specs]
     else:
         template_kwargs.check(args.chat_template_kwargs, args.model)
@@ -320,7 +332,8 @@ def run_episodes(args):
     if path.exists():                                # a finished command was repeated: it ran nothing
         seconds = records.read_json(path)["wall_seconds"]
     sent = {"chat_template_kwargs": args.chat_template_kwargs} if args.chat_template_kwargs else {}
-    report = {"harness": args.harness, "policy_version": policy_version, "model": str(args.expert or args.model), "noise": args.noise,
+    report = {"harness": args.harness, "policy_version": policy_version, "model": str(args.expert or args.model),
+              "noise": args.noise, "seed": args.seed,
               "sampling": {"profile": args.sampling, **records.PROFILES[args.sampling], **sent}, "inits": args.inits,
               "attempts": args.attempts, "held_out": not trained, "left_out": len(named) - len(tasks), **summarize(kept.values()),
               "run_again": replaced, "wall_seconds": seconds}               # of the command that finished it
@@ -449,7 +462,7 @@ def parser():
     t.add_argument("--names", nargs="+", help="a name for each report; not given: folder names")
     t.add_argument("--rounds", nargs="*", default=[], help="output folders of rollout.py, for the learning curve")
     t.add_argument("--output", required=True, help="folder for table.md, table.json and the figures")
-    return p
+    return p, r
 
 
 def check_run(p, args):
@@ -460,15 +473,18 @@ def check_run(p, args):
         p.error("--teacher-run DIR (an output folder of collect.py) belongs to --expert memory and --expert alone, and to no other")
     if args.expert:
         serving.without_engine(p, args, f"--expert {args.expert}")
+        for name in ("sampling", "max_tokens"):
+            if getattr(args, name) != p.get_default(name):
+                p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: --expert {args.expert} does not honour it; nothing is sampled")
         if args.chat_template_kwargs:
             p.error(f"{template_kwargs.OPTION}: the scripted expert has no chat template")
 
 
 def main():
-    p = parser()
+    p, run = parser()
     args = p.parse_args()
     if args.command == "run":
-        check_run(p, args)
+        check_run(run, args)
     return {"run": run_episodes, "compare": run_compare, "table": run_table}[args.command](args)
 
 

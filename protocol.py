@@ -28,9 +28,10 @@ def parse_suites(text, training=None):
 
 
 def one_world(suites):
-    """BadInput if the suites are of tabletop and of LIBERO: each has a scripted expert of its own."""
+    """BadInput if the suites are of tabletop and of LIBERO: each has a scripted expert and a global memory of its own."""
     if len({world.world_of(s) for s in suites}) > 1:
-        raise BadInput(f"--suites {','.join(suites)}: tabletop and LIBERO have a scripted expert each; run them in two commands")
+        raise BadInput(f"--suites {','.join(suites)}: tabletop and LIBERO have a scripted expert and a global memory each; "
+                       "run them in two commands")
 
 
 def parse_inits(text, option="--inits"):
@@ -58,14 +59,14 @@ def parse_tasks(text, suites):
     return [(s, t.index) for s, tasks in suites.items() for t in tasks if chosen is None or t.index in chosen]
 
 
-def check_states(specs):
+def check_states(specs, option="--inits"):
     """BadInput if a spec names an initial state that its world does not have."""
     from harness.world import task_list, world_class
     for suite, index, init in {(s["suite"], s["index"], s["init"]) for s in specs}:
         try:
             world_class(suite).check_init(task_list(suite)[index], init)
         except ValueError as e:
-            raise BadInput(f"--inits: {e}") from None
+            raise BadInput(f"{option}: {e}") from None
 
 
 def settle_noise(args, suites):
@@ -93,8 +94,8 @@ def refuse_held_out(episode, path):
                        "for evaluation, 45-49 for validation, and none of them is trained on; give a folder of collect.py or rollout.py")
 
 
-def refuse_evaluation_states(inits, stage):
+def refuse_evaluation_states(inits, stage, option="--inits"):
     bad = [i for i in inits if i in EVALUATION_STATES or i in VALIDATION_STATES or i in MEMORY_STATES]
     if bad:
-        raise BadInput(f"--inits: {stage} must not use states {bad[:12]}: 0 is for memory, 1-10 for evaluation, 45-49 for validation; "
+        raise BadInput(f"{option}: {stage} must not use states {bad[:12]}: 0 is for memory, 1-10 for evaluation, 45-49 for validation; "
                        "training states are 11-44, and on tabletop also 100 upwards")

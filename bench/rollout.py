@@ -189,7 +189,7 @@ def show_rollout(row):
 
 def bench(args):
     args.suites, inits = args.suites.split(","), protocol.parse_inits(args.states, "--states")
-    protocol.refuse_evaluation_states(inits, "this bench")
+    protocol.refuse_evaluation_states(inits, "this bench", "--states")
     tasks = {s: {t.index for t in ts} for s, ts in protocol.parse_suites(",".join(args.suites)).items()}
     chosen = protocol.parse_inits(args.tasks, "--tasks")
     for suite, known in tasks.items():
@@ -198,7 +198,7 @@ def bench(args):
         if not suite.startswith("libero"):
             raise BadInput(f"--suites: {suite} is no LIBERO suite; bench/clock.py is tabletop's")
     specs = [{"suite": s, "index": i, "init": init, "attempt": 0} for s in args.suites for i in chosen for init in inits]
-    protocol.check_states(specs)
+    protocol.check_states(specs, "--states")
     rows = measure_steps(specs, args)
     summary, total, rollouts = show_steps(rows), sum(r["steps"] for r in rows), []
     print("\n| workers | wall s | episodes/s | steps/s | " + " | ".join(SHARES) + " | median ms/call | successes |\n" + "|---" * 11 + "|")

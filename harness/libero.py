@@ -241,7 +241,8 @@ class Libero(LiberoSkills, World):
         if self.env is None or self.task.id != task.id:
             self.close()                # one environment at a time: 1-1.5 GB, 1-3 s to build
             plus = libero_plus.of_task(task.id)
-            self.env, self.task = _make_env(bddl, functools.partial(libero_plus.build_options, plus) if plus else dict), task
+            options = functools.partial(libero_plus.build_options, plus) if plus else dict
+            self.env, self.task = _make_env(bddl, options), task
             self._index()
             if plus:
                 libero_plus.perturb(plus, self.model, self.controller)
@@ -317,11 +318,15 @@ class Libero(LiberoSkills, World):
         return digest.hexdigest()[:16]
 
     def success(self):
-        return bool(self.env.check_success())
+        now = bool(self.env.check_success())
+        self.latched |= now
+        return now
 
     def _goal_objects(self):
-        """ids of movable objects that the goal names first."""
-        return [self.ids[name] for _, name, *_ in self.task.goal if self.ids.get(name) in self.movable]
+        """ids of movable objects that are not yet where the goal wants them."""
+        env = self.env.env
+        return [goal[1] for goal in env.parsed_problem["goal_state"]
+                if goal[1] in self.movable and not env._eval_predicate(goal)]
 
     def unrecoverable(self):
         if self.latched:
@@ -378,7 +383,7 @@ class Libero(LiberoSkills, World):
         return 2 * np.abs(self.data.site_xmat[site].reshape(3, 3)) @ self.model.site_size[site]
 
     def _state(self, key):
-        """'open', 'closed', 'ajar' of a drawer or door, 'on', 'off', 'between' of a knob, by LIBERO's predicates; else ''."""
+        """By LIBERO's predicates: 'open', 'closed', 'ajar' of a drawer or door, 'on', 'off', 'between' of a knob; else ''."""
         env, states = self.env.env, self.env.env.object_states_dict
         owner = self.parent.get(key, key)
         if key in self.movable or owner not in env.fixtures_dict:
@@ -391,7 +396,10 @@ class Libero(LiberoSkills, World):
         return "open" if states[key].is_open() else "closed" if states[key].is_close() else "ajar"
 
     def _relation(self, key):
-        """Where a movable object is: 'in <region>', 'on <thing>', else 'near <thing>' (the nearest of another kind); '' for all else."""
+        """Where a movable object is: 'in <region>', 'on <thing>', else 'near <thing>', the nearest of another kind.
+
+        '' for all else. Not disturbed by noise.
+        """
         if key not in self.movable:
             return ""
         p = self._position(key)
@@ -414,7 +422,7 @@ class Libero(LiberoSkills, World):
         return f"near {self.label[min(away, key=away.get)]}" if away else ""
 
     def objects(self):
-        """One row per thing that has a name: position (with one draw of noise) and extent in mm, state of doors and knobs."""
+        """One row per thing that has a name: position (with a draw of noise) and extent in mm, its state or relation."""
         rows = []
         for name, key in self.ids.items():
             row = {"name": name}

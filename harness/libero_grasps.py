@@ -84,6 +84,8 @@ class LiberoGrasps:
         for depth in DEPTHS:
             z, best = max(low + TIP + .004, high - depth), None
             at_pads = (corners[..., 2].max(1) > z - TIP) & (corners[..., 2].min(1) < z + .012)
+            if not at_pads.any():               # a gap between its boxes
+                continue
             band = corners[at_pads].reshape(-1, 3)
             for yaw in np.radians(np.arange(0, 180, 7.5)):
                 axis, across = axes(yaw)

@@ -318,8 +318,10 @@ class Episode:
         goal = {tuple(g[1:]) for g in task.goal}         # ("red mug", "blue tray"); of a door or a knob ("top drawer",)
         wanted, named = {o for o, *_ in goal}, {name for g in goal for name in g}
         picks = [e for e in self.events if e["tool"] == "pick" and e.get("object")]
-        placed = [(e.get("object"), e.get("container")) for e in self.events if e.get("event") in ("placed", "pushed")]
-        turned = {e.get("object") for e in self.events if e.get("event") in ("opened", "closed", "turned")}
+        placed = [(e.get("object"), e.get("container") or e.get("target"))          # push says "target"
+                  for e in self.events if e.get("event") in ("placed", "pushed")]
+        turned = {e["object"] for e in self.events           # an empty hand that is opened has no "object"
+                  if e.get("event") in ("opened", "closed", "turned") and e.get("object")}
         done = [g for g in goal if g in placed or (len(g) == 1 and g[0] in turned)]
         if success:
             failure = None
@@ -327,7 +329,7 @@ class Episode:
             failure = "format"
         elif any(e["object"] not in wanted for e in picks) or any(p not in goal for p in placed) or turned - named:
             failure = "language"
-        elif picks and picks[-1].get("event") in ("slip", "empty"):
+        elif picks and picks[-1].get("event") in ("slip", "empty", "no_handle"):
             failure = "grasp"
         elif len(goal) > 1 and done:
             failure = "second_step"

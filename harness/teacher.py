@@ -1,5 +1,5 @@
-"""Scripted expert behind the chat-completions API. It sees what any planner sees (messages and tools), keeps nothing between calls,
-and draws its chances from the request's seed, so that a recorded run can be repeated.
+"""Scripted expert for tabletop, behind the chat-completions API. It sees what any planner sees (messages and tools), keeps nothing
+between calls, and draws its chances from the request's seed, so that a recorded run can be repeated.
 
 It reads memory when it has memory tools, explains itself in a sentence, sometimes leans on memory in words, in a quoted phrase, in a
 number, or (rarely) in an argument, and it slips and recovers: after a failed pick it looks again and tries another grasp.
@@ -101,7 +101,7 @@ class ScriptedTeacher:
 
     def _offset(self, thing, tried, rng):
         right = RIGHT.get(thing.split()[-1], 0)
-        if thing.split()[-1] not in RIGHT:               # another world's object: its skills know the grasp point
+        if thing.split()[-1] not in RIGHT:               # no shape of tabletop's
             return 0
         if rng.random() < self.grasp_skill:
             return right

@@ -62,7 +62,7 @@ class World:
         raise NotImplementedError
 
     def disturb(self, noise, seed):
-        """Level (mm; None: the world's default) and seed of the executor's physical imperfection, from the next reset on."""
+        """Level (mm; None or 0: none) and seed of the executor's physical imperfection, from the next reset on."""
         if noise:
             raise ValueError(f"the {self.name} world has no noise, found {noise} mm")
 

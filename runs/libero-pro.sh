@@ -16,6 +16,7 @@ while [ $# -gt 0 ]; do
   case $1 in --out|--rounds|--workers|--seed|--suites|--evaluate) ;; *)
     echo "error: unknown option $1; valid: --out DIR --rounds N --workers N --seed N --suites A,B --evaluate N" >&2; exit 2 ;; esac
   [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; }
+  case $1 in --rounds|--workers|--evaluate) [[ $2 =~ ^[1-9][0-9]*$ ]] || { echo "error: $1 $2: expected a whole number from 1" >&2; exit 2; } ;; esac
   case $1 in --out) RUN=$2 ;; --rounds) ROUNDS=$2 ;; --workers) WORKERS=$2 ;; --seed) SEED=$2 ;; --suites) SUITES=$2 ;; --evaluate) LIMIT="--limit $2" ;; esac
   shift 2
 done
@@ -59,8 +60,9 @@ python eval.py run --model $RUN/base $SHARE --sampling train $PLAY --output $RUN
 python eval.py run --expert perfect --noise 0 $SHARE --turns 16 $LIMITS --output $RUN/eval/ceiling
 python eval.py run --expert memory --teacher-run $RUN/teacher $SHARE --turns 10 $LIMITS --output $RUN/eval/teacher-memory
 python eval.py run --expert alone --teacher-run $RUN/teacher $SHARE --turns 8 $LIMITS --output $RUN/eval/teacher-alone
-python eval.py table $RUN/eval/{ceiling,teacher-alone,teacher-memory,base,sft,rl} --names "perfect plan, noise 0" "teacher alone" "teacher, memory" \
-  base SFT RL --rounds "${played[@]}" --output $RUN/eval
+python eval.py table $RUN/eval/{base,sft,rl} --names base SFT RL --rounds "${played[@]}" --output $RUN/eval
+python eval.py table $RUN/eval/teacher-{alone,memory} --names "teacher alone" "teacher, memory" --output $RUN/eval/teachers
+python eval.py table $RUN/eval/ceiling --names "perfect plan, noise 0" --output $RUN/eval/ceiling/table
 FILM=${SUITES##*,}/0:45                                                # an episode to look at, from a validation state
 python eval.py run --model $policy --suites ${SUITES##*,} --tasks 0 --inits 45 --sampling train $PLAY --video $FILM --output $RUN/eval/episode
 python - $RUN <<'PY'

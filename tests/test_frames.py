@@ -203,6 +203,7 @@ def test_filming_changes_no_physics():
 
 
 @pytest.mark.libero
+@pytest.mark.slow
 def test_filming_changes_no_physics_of_libero():
     from harness.camera import available
     from harness.libero import Libero
@@ -244,6 +245,7 @@ def evaluate(tiny_dir, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_eval_films_the_attempt_that_is_named(evaluate, tmp_path):
     done = evaluate("--video", "tabletop_base/0:11:1")
     assert done.returncode == 0, done.stderr

@@ -154,6 +154,7 @@ def test_views_are_those_of_the_packages_own_code():
         assert np.abs(position - p.pose[0]).max() < 1.1e-4 and abs(quaternion @ p.pose[1]) > 1 - 1e-7, view     # both round to 1e-4
 
 
+@pytest.mark.slow
 def test_every_category_that_runs_is_reset_as_it_says_and_another_process_starts_alike(world):
     chosen = [some(c, k=k) for c in CATEGORIES if c != "Light Conditions" for k in (0, 40)]
     hashes = {}
@@ -175,6 +176,7 @@ def test_every_category_that_runs_is_reset_as_it_says_and_another_process_starts
     assert done.stdout.split() == [hashes[f"{c.suite}/{c.index}"] for c in few], done.stderr
 
 
+@pytest.mark.slow
 def test_pictures_show_the_view_and_the_textures_and_are_refused_where_noise_is_not_ported(world):
     noise = some("Sensor Noise")
     floor = next(c for c in configurations(noise.suite) if c.category == "Background Textures" and c.base == noise.base and not reason(c))

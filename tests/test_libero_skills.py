@@ -164,6 +164,7 @@ def test_a_bowl_holds_by_its_rim_and_not_by_wrong_grasps(world, begin):
     assert world.success() and world.latched and state_of(world, bowl) == "on plate"
 
 
+@pytest.mark.slow
 def test_mugs_hold_by_their_handles(world, begin):
     begin("libero_10_swap", 4, 45)
     for mug, plate in (("porcelain mug", "plate 1"), ("white yellow mug", "plate 2")):
@@ -184,6 +185,7 @@ def test_release_lets_go_where_the_hand_is(world, begin):
     assert not world.success() and world.unrecoverable() is None
 
 
+@pytest.mark.slow
 def test_two_objects_go_into_one_basket(world, begin):
     begin("libero_10_swap", 0, 45)
     for k, (_, name, basket) in enumerate(world.task.goal):
@@ -194,6 +196,7 @@ def test_two_objects_go_into_one_basket(world, begin):
     assert world.latched
 
 
+@pytest.mark.slow
 def test_a_wine_bottle_goes_on_the_rack(world, begin):
     begin("libero_goal_swap", 9, 45)
     well(world, "Held: wine bottle.", "pick", *point(world, "wine bottle"), "top")
@@ -282,6 +285,7 @@ def test_a_drawer_opens(world, begin, suite, index):
     well(world, "Held: wine bottle.", "pick", *point(world, "wine bottle"), "top")
 
 
+@pytest.mark.slow
 def test_a_bowl_goes_into_a_drawer_that_was_opened(world, begin):
     begin("libero_goal_swap", 3, 45)
     (_, bowl, drawer), = world.task.goal
@@ -292,6 +296,7 @@ def test_a_bowl_goes_into_a_drawer_that_was_opened(world, begin):
     assert world.success() and world.latched and state_of(world, bowl) == f"in {drawer}"
 
 
+@pytest.mark.slow
 def test_a_bowl_goes_into_a_drawer_and_it_closes(world, begin):
     begin("libero_10_swap", 3, 45)
     bowl, drawer = "akita black bowl", "white cabinet bottom region"
@@ -305,6 +310,7 @@ def test_a_bowl_goes_into_a_drawer_and_it_closes(world, begin):
     assert world.success() and world.latched
 
 
+@pytest.mark.slow
 def test_a_microwave_closes_and_stays_so(world, begin):
     begin("libero_10_swap", 9, 45)
     assert state_of(world, "microwave") == "open"
@@ -325,6 +331,7 @@ def test_a_knob_turns(world, begin, suite, state):
     well(world, "Held: wine bottle.", "pick", *point(world, "wine bottle"), "top")
 
 
+@pytest.mark.slow
 def test_a_box_is_pushed_in_front_of_the_stove(world, begin):
     begin("libero_goal_task", 5, 45)
     (_, box, place), = world.task.goal
@@ -338,6 +345,7 @@ def test_a_box_is_pushed_in_front_of_the_stove(world, begin):
 
 @pytest.mark.parametrize("suite, index", [("libero_goal_swap", 6), ("libero_goal_task", 2), ("libero_goal_task", 3),
                                           ("libero_10_swap", 2), ("libero_10_swap", 6), ("libero_10_task", 8)])
+@pytest.mark.slow
 def test_a_perfect_plan_solves_the_task(world, begin, suite, index):
     begin(suite, index, 45)
     teacher, acts, rng = LiberoTeacher(perfect=True), [], random.Random(0)

@@ -144,7 +144,7 @@ def options_of(stage, monkeypatch):
         monkeypatch.setattr(sys, "argv", [stage, "--output", "o", "--teacher", "model", "--model", "m"])
     if stage == "rollout.py":
         monkeypatch.setattr(sys, "argv", [stage, "--output", "o", "--model", "m"])
-    return ev.parser().parse_args(["run", "--output", "o", "--model", "m", "--suites", "s"]) if stage == "eval.py" else \
+    return ev.parser()[0].parse_args(["run", "--output", "o", "--model", "m", "--suites", "s"]) if stage == "eval.py" else \
         {"rollout.py": rollout}.get(stage, collect).parse_args()
 
 

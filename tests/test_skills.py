@@ -177,6 +177,8 @@ OPEN_AND_PUT = (("open", "top drawer"), ("in", "bowl", "top drawer"))
     (OPEN_AND_PUT, [("open", "opened", "top drawer", None)], "second_step", 1),
     (OPEN_AND_PUT, [("open", "opened", "bottom drawer", None)], "language", 0),                    # another drawer
     (OPEN_AND_PUT, [("open", "missed", "bottom drawer", None)], "other", 0),                       # tried in vain: nothing was turned
+    (OPEN_AND_PUT, [("release", "opened", None, None)], "other", 0),                               # the empty hand is no drawer
+    (OPEN_AND_PUT, [("pick", "no_handle", "bowl", None)], "grasp", 0),
     (OPEN_AND_PUT, [("pick", "held", "bowl", None), ("place", "placed", "bowl", "plate")], "language", 0),
     (OPEN_AND_PUT, [("pick", "slip", "bowl", None)], "grasp", 0),
     (OPEN_AND_PUT, [("pick", "slip", "plate", None)], "language", 0),
@@ -188,7 +190,7 @@ OPEN_AND_PUT = (("open", "top drawer"), ("in", "bowl", "top drawer"))
 def test_what_a_failed_episode_failed_on(goal, events, failure, done):
     episode = Episode.__new__(Episode)
     episode.events = [{"tool": tool, "ok": event in ("opened", "held", "placed", "pushed", "turned"), "event": event, "object": thing,
-                       **({"container": where} if where else {})} for tool, event, thing, where in events]
+                       **({"target" if tool == "push" else "container": where} if where else {})} for tool, event, thing, where in events]
     told = episode._summary(Task("toy", 0, "", goal), "finish", False)
     assert (told["failure"], told["goals_done"]) == (failure, done) and told["receipts"] == episode.events
     assert told["picks"] == sum(tool == "pick" for tool, *_ in events) and told["picks_right"] == sum(e[:2] == ("pick", "held") for e in events)
