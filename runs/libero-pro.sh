@@ -63,12 +63,13 @@ python eval.py run --expert alone --teacher-run $RUN/teacher $SHARE --turns 8 $L
 python eval.py table $RUN/eval/{base,sft,rl} --names base SFT RL --rounds "${played[@]}" --output $RUN/eval
 python eval.py table $RUN/eval/teacher-{alone,memory} --names "teacher alone" "teacher, memory" --output $RUN/eval/teachers
 python eval.py table $RUN/eval/ceiling --names "perfect plan, noise 0" --output $RUN/eval/ceiling/table
-FILM=${SUITES##*,}/0:45                                                # an episode to look at, from a validation state
-python eval.py run --model $policy --suites ${SUITES##*,} --tasks 0 --inits 45 --sampling train $PLAY --video $FILM --output $RUN/eval/episode
+film=${SUITES##*,} task=0                                             # an episode to look at, from a validation state
+case ,$SUITES, in *,libero_goal_swap,*) film=libero_goal_swap task=3 ;; esac
+python eval.py run --model $policy --suites $film --tasks $task --inits 45 --sampling train $PLAY --video $film/$task:45 --output $RUN/eval/episode
 python - $RUN <<'PY'
 import json, pathlib, sys
 counts = [json.loads(p.read_text())["counts"] for p in pathlib.Path(sys.argv[1]).rglob("manifest.json")]
-played = [c for c in counts if "episodes" in c and "calls" in c]
+played = [c for c in counts if "ends" in c]
 print(f"cost: {sum(c['episodes'] for c in played)} episodes, {sum(c['calls'] for c in played)} calls, "
       f"{sum(c['seconds'] for c in played) / 3600:.2f} h of the stages that play")
 PY
