@@ -12,7 +12,7 @@ def wilson(k, n, z=1.959963984540054):
         return 0.0, 1.0
     p, z2n = k / n, z * z / n
     middle, half = (p + z2n / 2) / (1 + z2n), z / (1 + z2n) * math.sqrt(p * (1 - p) / n + z2n / (4 * n))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return 0.0 if k == 0 else middle - half, 1.0 if k == n else middle + half        # exact at the ends, where rounding is not
 
 
 def sign_test(wins, losses):

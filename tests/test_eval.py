@@ -14,6 +14,7 @@ from scipy.stats import binomtest
 
 import collect
 import eval as ev
+import figures
 import records
 import stats
 from records import BadInput, Episode
@@ -80,6 +81,13 @@ def won_121_lost_74(tmp_path):
     (8, 10, .4902, .9433), (0, 0, 0, 1)])
 def test_wilson(k, n, low, high):
     assert stats.wilson(k, n) == pytest.approx((low, high), abs=6e-5)
+
+
+def test_wilson_is_exact_at_the_ends_so_that_no_error_bar_is_negative(tmp_path):
+    for n in range(1, 1200):
+        assert stats.wilson(0, n)[0] == 0 and stats.wilson(n, n)[1] == 1
+        assert all(0 <= v <= 1 for v in (*stats.wilson(0, n), *stats.wilson(n, n)))
+    figures.bar_figure(tmp_path / "bars.png", ["base"], {"all": [stats.rate([0] * 800)]})         # matplotlib refuses negative bars
 
 
 def test_wilson_against_scipy():
