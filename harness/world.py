@@ -98,34 +98,41 @@ class World:
 
 
 def make_world(name):
-    """'tabletop' | 'libero' -> World. Imports only what that world needs."""
+    """'tabletop' | 'libero' | 'robosuite' -> World. Imports only what that world needs."""
     if name == "tabletop":
         from harness.tabletop import Tabletop
         return Tabletop()
     if name == "libero":
         from harness.libero import Libero
         return Libero()
-    raise ValueError(f"unknown world {name!r}; valid: tabletop, libero")
+    if name == "robosuite":
+        from harness.robosuite_world import Robosuite
+        return Robosuite()
+    raise ValueError(f"unknown world {name!r}; valid: tabletop, libero, robosuite")
 
 
 def world_class(suite):
-    if world_of(suite) == "tabletop":
+    name = world_of(suite)
+    if name == "tabletop":
         from harness.tabletop import Tabletop
         return Tabletop
+    if name == "robosuite":
+        from harness.robosuite_world import Robosuite
+        return Robosuite
     from harness.libero import Libero
     return Libero
 
 
 def task_list(suite):
     """Suite name -> list[Task] of the world that has it."""
-    if world_of(suite) == "tabletop":
+    if world_of(suite) != "libero":
         return world_class(suite).tasks(suite)
     try:
         return world_class(suite).tasks(suite)
     except ValueError as e:
-        raise ValueError(f"{e}; and on tabletop: tabletop_base, tabletop_swap, tabletop_task") from None
+        raise ValueError(f"{e}; on tabletop: tabletop_base, tabletop_swap, tabletop_task; and robosuite") from None
 
 
 def world_of(suite):
     """Suite name -> world name."""
-    return "tabletop" if suite.startswith("tabletop") else "libero"
+    return next((name for name in ("tabletop", "robosuite") if suite.startswith(name)), "libero")
