@@ -13,8 +13,6 @@ import asyncio
 import collections
 import contextlib
 import json
-import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -25,10 +23,12 @@ import protocol
 import records
 import template_kwargs
 from harness import world
+from harness.code_api import api_class
 from harness.pool import WorkerPool, WorkersKeepDying
 from interrupts import Signals
 from upstream import UpstreamError
 from records import at_least, BadInput, Episode, JsonlWriter, lock_folder, PROFILES, writing
+from runfolder import check_split, parse_shard, shard_of, used_ids, whole_episodes
 
 RECYCLE = 250           # LIBERO episodes that a harness process runs before another takes its place: robosuite's memory grows
 HOPELESS = 12           # invalid episodes in a row from the start: the run ends, something is broken that no retry mends
@@ -38,10 +38,22 @@ SLOW_SHARE = 0.5        # of a timed-out episode's seconds: more than this in up
 class SkillsAdapter:
     """Our skills harness (RPent's shape), run by harness/worker.py."""
     harness = "skills"
+    turns, max_tokens = 100, 8192           # --turns and --max-tokens where they are not given: RPent's
+    worlds = ("tabletop", "libero")         # that offer skills
+
+    def settle(self, args, suites):
+        """Fills in what is not given, so that args.json says it; BadInput for an option that this harness would not honour."""
+        if args.single_turn:
+            raise BadInput("--single-turn belongs to --harness code: the skills harness goes on until the planner calls finish")
+        protocol.settle_noise(args, suites)
+
+    def reward(self, episode):
+        """RPent's: the predicate, latched."""
+        return 1.0 if episode.success_latched else 0.0
 
     def job(self, spec, base_url, args, model):
         """What one attempt needs to know, in plain JSON (harness/skills.py). The planner sees nothing that differs within a group."""
-        return {"episode_id": spec["episode_id"], "base_url": base_url,
+        return {"harness": self.harness, "episode_id": spec["episode_id"], "base_url": base_url,
                 "suite": spec["suite"], "index": spec["index"], "init": spec["init"], "model": model,
                 "max_tokens": args.max_tokens, "turns": args.turns, "seconds": args.seconds,
                 "history_budget": args.history_budget, "pictures": args.pictures, "request_timeout": args.request_timeout,
@@ -64,7 +76,7 @@ class SkillsAdapter:
         e.reason = self.invalid(outcome, calls)
         e.valid = e.reason is None
         if e.valid:
-            e.reward = 1.0 if e.success_latched else 0.0     # RPent's reward: the predicate, latched
+            e.reward = self.reward(e)
         return e
 
     def invalid(self, outcome, calls):
@@ -87,7 +99,41 @@ class SkillsAdapter:
         return None
 
 
-ADAPTERS = {"skills": SkillsAdapter}
+class CodeAdapter(SkillsAdapter):
+    """Our code harness (CaP-X's shape), run by harness/worker.py."""
+    harness = "code"
+    turns, max_tokens = 11, 32_768          # CaP-X's: the first program and ten regenerations; its longest response
+    worlds = ("tabletop", "libero", "robosuite")
+
+    def settle(self, args, suites):
+        if args.noise is not None:
+            raise BadInput(f"--noise {args.noise:g}: --harness code reads exact poses (CaP-X's privileged setting); leave the option out")
+        for suite in sorted(suites):
+            for task in world.task_list(suite):
+                try:
+                    api_class(task).check()
+                except (ImportError, ValueError) as e:
+                    raise BadInput(f"--harness code: {task.id}: {e}") from None
+
+    def job(self, spec, base_url, args, model):
+        return {**super().job(spec, base_url, args, model), "noise": None, "single_turn": args.single_turn}
+
+    def reward(self, episode):
+        """CaP-X's: the predicate in the final state. success_turn is the turn since which it holds: what came after earned nothing."""
+        return 1.0 if episode.success_final else 0.0
+
+
+ADAPTERS = {"skills": SkillsAdapter, "code": CodeAdapter}
+
+
+def settle(args, suites):
+    """What the chosen harness makes of the arguments, before anything is run. Repeating it changes nothing."""
+    adapter = ADAPTERS[args.harness]()
+    if other := sorted({world.world_of(s) for s in suites} - set(adapter.worlds)):
+        raise BadInput(f"--harness {args.harness}: does not run on {', '.join(other)}; valid suites are of {', '.join(adapter.worlds)}")
+    args.turns = adapter.turns if args.turns is None else args.turns
+    args.max_tokens = adapter.max_tokens if args.max_tokens is None else args.max_tokens
+    adapter.settle(args, suites)
 
 
 def post_success(episode, call):
@@ -101,7 +147,10 @@ def add_rollout_arguments(p, *, sampling):
     """Arguments of every stage that runs episodes; their one source of defaults."""
     g = p.add_argument_group("harness")
     g.add_argument("--harness", choices=sorted(ADAPTERS), default="skills", help="which harness runs the episodes")
-    g.add_argument("--turns", type=at_least(1), default=100, help="planner turns per episode (RPent's limit)")
+    defaults = lambda name: "; default: " + ", ".join(f"{getattr(a, name):,} ({k})" for k, a in ADAPTERS.items())
+    g.add_argument("--turns", type=at_least(1), default=None,
+                   help="planner turns per episode; code: programs that are run" + defaults("turns") + ", RPent's and CaP-X's")
+    g.add_argument("--single-turn", action="store_true", help="code: the first program is the only one")
     g.add_argument("--seconds", type=at_least(1.0, float), default=7200, help="wall time per episode (s; RPent's limit)")
     g.add_argument("--history-budget", type=at_least(1), default=60_000,
                    help="characters of history before the harness edits it (a picture counts 1,000)")
@@ -111,11 +160,11 @@ def add_rollout_arguments(p, *, sampling):
     g.add_argument("--pictures", action="store_true", help="send a picture after each motion (needs a planner that takes pictures)")
     g.add_argument("--workers", type=at_least(1), default=2, help="harness processes")
     g.add_argument("--concurrency", type=at_least(1), default=16,
-                   help="episodes at a time per process (LIBERO allows 1: one environment a process)")
+                   help="episodes at a time per process (LIBERO and robosuite allow 1: one environment a process)")
     g.add_argument("--retries", type=at_least(0), default=1, help="times an invalid episode is run again")
     g = p.add_argument_group("generation")
     g.add_argument("--sampling", choices=sorted(PROFILES), default=sampling, help="sampling profile; rl.py accepts 'train' alone")
-    g.add_argument("--max-tokens", type=at_least(1), default=8192, help="tokens per response")
+    g.add_argument("--max-tokens", type=at_least(1), default=None, help="tokens per response" + defaults("max_tokens"))
     template_kwargs.add_argument(g, "sent with every request of the planner; give rewrite.py, rollout.py and eval.py the same "
                                     "(template_kwargs.py); default: none, the template's own defaults")
     g.add_argument("--request-timeout", type=at_least(1.0, float), default=600, help="time-out of one try of a call (s; three tries)")
@@ -123,21 +172,6 @@ def add_rollout_arguments(p, *, sampling):
     g.add_argument("--shard", default=None, metavar="I/N",
                    help="do every Nth start (task, initial state), with all its attempts, from the Ith; "
                         "default: RANK/WORLD_SIZE under torchrun, else all")
-
-
-def parse_shard(text):
-    """--shard, or torchrun's RANK and WORLD_SIZE where it is not given -> (shard, shards)."""
-    rank, size = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
-    if text is not None and size not in (None, "1"):
-        raise BadInput(f"--shard {text}: WORLD_SIZE is {size}, so each rank does the part RANK/WORLD_SIZE; leave --shard out")
-    if text is None and rank is None and size in (None, "1"):
-        return 0, 1
-    where = "RANK/WORLD_SIZE" if text is None else "--shard"
-    text = f"{rank}/{size}" if text is None else text
-    m = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not m or not int(m[1]) < int(m[2]):
-        raise BadInput(f"{where} {text!r}: expected I/N with I < N, e.g. 0/8")
-    return int(m[1]), int(m[2])
 
 
 # ---------------------------------------------------------------------------------------------- running attempts
@@ -169,57 +203,6 @@ def check_resume(folder, stage, args, policy_version):
     return now
 
 
-def shard_of(specs, shard, shards):
-    """Every Nth start (suite, index, init) with all its attempts: a group is never cut in two."""
-    numbers = {}
-    for s in specs:
-        numbers.setdefault((s["suite"], s["index"], s["init"]), len(numbers))
-    return [s for s in specs if numbers[s["suite"], s["index"], s["init"]] % shards == shard]
-
-
-def check_split(output, shards):
-    """BadInput if the folder holds this run in another number of parts."""
-    other = [p.name for p in sorted(Path(output).glob("shard-*-of-*")) if p.name.split("-")[-1] != str(shards)]
-    if shards > 1 and (Path(output) / "episodes.jsonl").exists():
-        other.append("episodes.jsonl of a run in one part")
-    if other:
-        raise BadInput(f"{output}: holds {other[0]}, but this command runs 1 of {shards} parts; keep the split, or give another --output")
-
-
-def used_ids(folder):
-    """{name: how many of the ids <name>.r0, .r1, … the folder's files know}, those of calls whose arrival was lost included."""
-    tries = collections.Counter()
-    for path in (folder / f for f in ("arrivals.jsonl", "calls.jsonl", "episodes.jsonl")):
-        for line in open(path, "rb") if path.exists() else ():
-            for name, r in re.findall(rb'"episode_id": ?"([^"\\]+)\.r(\d+)"', line):       # also of half a last line
-                tries[name.decode()] = max(tries[name.decode()], int(r) + 1)
-    return tries
-
-
-def whole_episodes(folder):
-    """The folder's Episodes. A valid one that names calls which calls.jsonl lacks (the folder was copied while it was written, or the
-    power failed) is moved to episodes.torn.jsonl: it can be neither trained on nor trusted, so its attempt is run again."""
-    JsonlWriter(folder / "episodes.jsonl").close()               # repairs half a last line
-    episodes, known = list(records.read_episodes(folder / "episodes.jsonl")), set()
-    if episodes and (folder / "calls.jsonl").exists():
-        for line in open(folder / "calls.jsonl", "rb"):
-            known.update(i.decode() for i in re.findall(rb'"call_id": ?"([^"\\]+)"', line) if line.endswith(b"\n"))
-    torn = [e for e in episodes if e.valid and not known.issuperset(e.calls)]
-    if torn:
-        again = {e.episode_id for e in torn}
-        episodes = [e for e in episodes if e.episode_id not in again]
-        part = folder / "episodes.jsonl.part"
-        part.unlink(missing_ok=True)
-        for path, rows in ((folder / "episodes.torn.jsonl", torn), (part, episodes)):
-            with JsonlWriter(path) as writer:
-                for e in rows:
-                    writer.append(records.to_line(e))
-        part.rename(folder / "episodes.jsonl")
-        print(f"{folder}: {len(torn)} episodes name calls that calls.jsonl lacks; moved to episodes.torn.jsonl, to be run again",
-              file=sys.stderr)
-    return episodes
-
-
 def run(args, specs, stage, upstream, enough=None):
     """Runs every spec {suite, index, init, attempt, …} once and for all; -> (all Episodes of this run folder, invalid ones too; folder).
 
@@ -238,7 +221,7 @@ async def run_in_loop(args, specs, stage, upstream, enough, shard=None, stop_in=
             if not specs:
                 raise BadInput(f"{stage}: no episode to run; check --suites, --tasks, --inits, --attempts")
             protocol.check_states(specs)
-            protocol.settle_noise(args, {s["suite"] for s in specs})
+            settle(args, {s["suite"] for s in specs})
             protocol.check_pictures(args, {s["suite"] for s in specs})
             shard, shards = shard or parse_shard(args.shard)
             check_split(args.output, shards)
@@ -306,10 +289,10 @@ class Run:
             self.port, self.proxy = await proxy.start(), proxy       # also records what a killed run left in flight
         if not more:
             return
-        libero = any(s["suite"].startswith("libero") for s in self.todo)
-        threads = 1 if libero else args.concurrency
-        self.by_task = libero and self.ask_enough is None    # an early end shall have seen every task; else: build each scene once
-        self.pool = WorkerPool(min(args.workers, max(1, len(self.todo))), threads, RECYCLE if libero else None)
+        alone = not all(world.world_class(suite).threads_ok for suite in {s["suite"] for s in self.todo})        # robosuite's environments
+        threads = 1 if alone else args.concurrency
+        self.by_task = alone and self.ask_enough is None    # an early end shall have seen every task; else: build each scene once
+        self.pool = WorkerPool(min(args.workers, max(1, len(self.todo))), threads, RECYCLE if alone else None)
         self.bar = tqdm(total=self.total, initial=self.resumed, desc=self.stage, unit="episode", file=sys.stdout, dynamic_ncols=True,
                         mininterval=1.0 if sys.stdout.isatty() else 20.0)     # in a log file, a line now and then
         await self.pool.start()

@@ -1,7 +1,8 @@
 """Stage 0: teacher episodes. A teacher with memory solves tasks in the harness; every model call is recorded by the proxy.
 
 First the teacher explores initial state 0 of each task and writes task memory (memory_write); global memory is given. Then it runs the
-training states with both to read. Successful and failed episodes are both recorded; rewrite.py picks.
+training states with both to read. Successful and failed episodes are both recorded; rewrite.py picks. With --harness code there is no
+memory and no exploration, and reuse.py picks.
 
 Reads   nothing (a scripted expert), an OpenAI-compatible teacher at a URL, or a checkpoint that is served here
 Writes  OUTPUT/calls.jsonl, episodes.jsonl, arrivals.jsonl, images/, memory/, args.json, manifest.json (OUTPUT/explore/ for state 0)
@@ -13,6 +14,7 @@ Departures from the paper
      find in grasping on tabletop (README shows that arm too).
 
     python collect.py --suites tabletop_base,tabletop_swap,tabletop_task --inits 100-199 --output run/teacher
+    python collect.py --harness code --inits 100-199 --grasp-skill 0.3 --output run/teacher
     python collect.py … --teacher http://127.0.0.1:8000/v1 [--teacher-model NAME]       (key: OPENAI_API_KEY)
     python collect.py … --teacher model --model CKPT --engine vllm
     torchrun --nproc_per_node 4 collect.py …        each rank does its shard, OUTPUT/shard-<i>-of-<n>
@@ -51,9 +53,13 @@ def parse_args():
     g.add_argument("--grasp-skill", type=float, default=1.0,
                    help="scripted: chance of the right grasp per pick (LIBERO: of the one that memory names; 0 to 1)")
     g.add_argument("--gives-up", type=float, default=0.1, help="scripted: chance to give up after a failed pick (0 to 1)")
-    g.add_argument("--leans", type=float, default=0.12,
-                   help="scripted: chance that a reply leans on memory (0 to 1); in 1/12 of it a pick uses remembered coordinates")
-    g.add_argument("--no-memory", action="store_true", help="neither write nor read memory")
+    g.add_argument("--leans", type=float, default=None,
+                   help="scripted, skills: chance that a reply leans on memory (0 to 1; in 1/12 of it a pick uses remembered coordinates); "
+                        "default: 0.12")
+    g.add_argument("--mistakes", type=float, default=None,
+                   help="scripted, code: chance that a first program holds a programming error, which the second repairs (0 to 1); "
+                        "default: 0.1")
+    g.add_argument("--no-memory", action="store_true", help="neither write nor read memory (--harness code has none)")
     adapters.add_rollout_arguments(p, sampling="train")
     serving.add_engine_arguments(p, required=False)
     args = p.parse_args()
@@ -63,7 +69,14 @@ def parse_args():
         serving.without_engine(p, args, f"--teacher {args.teacher}")
         if args.teacher != "scripted" and not all(url.startswith(("http://", "https://")) for url in args.teacher.split(",")):
             p.error(f"--teacher {args.teacher!r}: expected 'scripted', 'model' or URLs (http://…/v1)")
-    for name in ("grasp_skill", "gives_up", "leans"):
+    code = args.harness == "code"
+    for name, belongs, default in (("leans", not code, 0.12), ("mistakes", code, 0.1)):
+        if getattr(args, name) is None:
+            setattr(args, name, default if belongs else 0.0)
+        elif not belongs:
+            p.error(f"--{name}: --harness {args.harness} does not honour it")
+    args.no_memory = args.no_memory or code                  # its planner sees two messages and no tools
+    for name in ("grasp_skill", "gives_up", "leans", "mistakes"):
         if not 0 <= getattr(args, name) <= 1:
             p.error(f"--{name.replace('_', '-')} is a chance, expected 0 to 1, found {getattr(args, name)}")
     return args
@@ -75,7 +88,7 @@ def make_teacher(args, server=None):
         return endpoint.Shared(server)
     if args.teacher == "scripted":
         from harness.teacher import expert_for
-        return expert_for(args.suites.split(","), args.grasp_skill, args.gives_up, args.leans)
+        return expert_for(args.suites.split(","), args.grasp_skill, args.gives_up, args.leans, harness=args.harness, mistakes=args.mistakes)
     return endpoint.Endpoint(args.teacher, args.teacher_name, args.teacher_model, args.teacher_api)
 
 
@@ -92,7 +105,8 @@ async def explore(args, tasks, teacher):
         (memory / "global.md").write_text(global_memory(args.suites.split(",")) + "\n")
     first = copy.copy(args)
     first.output, first.target_successes = str(Path(args.output) / "explore"), None
-    first.grasp_skill, first.leans, first.turns = 1.0, 0.0, 2 * args.turns      # exploring has time; the handicap is for training
+    first.grasp_skill, first.leans = 1.0, 0.0
+    first.turns = 2 * (args.turns or adapters.SkillsAdapter.turns)              # exploring has time; the handicap is for training
     shard, shards = adapters.parse_shard(args.shard)
     if shards > 1:
         first.output += f"-{shard}"

@@ -20,7 +20,7 @@ import zlib
 from concurrent.futures import Future
 from pathlib import Path
 
-from harness.skills import CONTEXT
+from harness.chat import CONTEXT
 from records import BadInput, JsonlWriter, PROFILES, read_jsonl, TRAIN_SAMPLING, writing
 from upstream import HttpUpstream, UpstreamError
 

@@ -256,17 +256,19 @@ def make_expert(args, suites):
     from harness.teacher import expert_for
     protocol.one_world(suites)
     if args.expert == "perfect":
-        return expert_for(list(suites), 1.0, 0.0, 0.0, perfect=True), None
+        return expert_for(list(suites), 1.0, 0.0, 0.0, perfect=True, harness=args.harness), None
     saved, memory = records.read_json(records.folders(args.teacher_run)[0] / "args.json"), Path(args.teacher_run).resolve() / "memory"
     if saved.get("stage") != "collect" or saved.get("teacher") != "scripted":
         raise BadInput(f"--teacher-run {args.teacher_run}: its args.json is of no collect.py run with --teacher scripted")
-    handicap = {k: saved[k] for k in ("grasp_skill", "gives_up", "leans")}
+    if saved["harness"] != args.harness:
+        raise BadInput(f"--teacher-run {args.teacher_run}: is of --harness {saved['harness']}, this command of {args.harness}")
+    handicap = {k: saved[k] for k in ("grasp_skill", "gives_up", "leans", "mistakes") if k in saved}
     print(f"expert: {' '.join(f'{k}={v}' for k, v in handicap.items())}, inherited from {args.teacher_run}")
     if args.expert == "memory" and not memory.is_dir():
         raise BadInput(f"--teacher-run {args.teacher_run}: has no memory/; it was collected with --no-memory")
     if args.expert == "memory" and (unknown := suites.keys() - saved["suites"].split(",")):
         raise BadInput(f"--teacher-run {args.teacher_run}: explored {saved['suites']}, so it has no memory of {', '.join(sorted(unknown))}")
-    return expert_for(list(suites), **handicap), str(memory) if args.expert == "memory" else None
+    return expert_for(list(suites), **handicap, harness=args.harness), str(memory) if args.expert == "memory" else None
 
 
 def choose_film(args, specs):

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from aiohttp import web
 
-from harness.skills import ChatClient
+from harness.chat import ChatClient
 from harness.tabletop import GRASP, SUITES, Tabletop
 from proxy import Proxy
 from records import TRAIN_SAMPLING

@@ -19,7 +19,7 @@ from harness.world import world_of
 
 MOTIONS = 200           # motions per episode (count): a program that loops for ever ends there, not after hours of simulation
 FAR = 5.0               # m: no length of a call is longer
-DOWN = (0.0, 1.0, 0.0, 0.0)     # quaternion of a hand that points straight down, fingers closing along y
+DOWN = (0.0, 1.0, 0.0, 0.0)     # quaternion of a hand that points straight down; its x axis is the frame's
 
 
 class ApiError(Exception):

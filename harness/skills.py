@@ -19,13 +19,12 @@ import contextlib
 import functools
 import json
 import os
-import re
 import time
 from pathlib import Path
 
 import jsonschema
-import urllib3
 
+from harness.chat import ChatClient, ContextTooLong, ModelServerError
 from harness.frames import Frames, renderer
 
 SYSTEM = "You move a robot hand with tools, one call at a time. Lengths are in millimetres."
@@ -33,7 +32,6 @@ MEMORY_SECTION = "\n[memory]\nRead memory_read before you act. It holds what ear
 WRITE_SECTION = "\n[memory]\nBefore you finish, write down with memory_write what later episodes of this task should know.\n[/memory]"
 KEEP_PICTURES, KEEP_OUTPUTS, SHORT = 2, 4, 60       # history rewriting: newest kept whole; characters kept of older output
 ECHOED = ("role", "content", "tool_calls", "reasoning", "reasoning_content")       # fields of a reply that stay in the history
-CONTEXT = re.compile(r"context[ _](?:length|size|window)|maximum model length|too long|longer than", re.I)   # of a 400: prompt too long
 CALL_UNREAD = "That tool call could not be read. Answer with one tool call in JSON."
 ONE_AT_A_TIME = "Not run: another tool operation is still active."
 
@@ -57,19 +55,6 @@ def _validator(schema):
     return jsonschema.Draft202012Validator(json.loads(schema))
 
 
-class ModelServerError(Exception):
-    """The model server could not be reached or kept failing: infrastructure."""
-
-
-class ContextTooLong(Exception):
-    """The server answered 400: the prompt no longer fits. The planner's doing, not infrastructure."""
-
-
-def _as_text(arguments):
-    """Arguments of a tool call as JSON text: OpenAI's form. Some servers send the object itself."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments or {})
-
-
 def _read(arguments):
     """Arguments of a tool call as JSON -> value; ValueError or RecursionError if no server could read them in the history either."""
     value = json.loads(arguments)
@@ -77,7 +62,7 @@ def _read(arguments):
     return value
 
 
-def _recorded(facts):
+def recorded(facts):
     """Facts of a receipt as plain JSON, lengths to a tenth of a millimetre; worlds may put numpy's numbers in."""
     def plain(value):
         return round(value, 4) if isinstance(value, float) else value
@@ -95,43 +80,6 @@ def _echo(message):
         return {**call, "function": {**call["function"], "arguments": "{}"}}
     echo = {k: v for k, v in message.items() if k in ECHOED and v is not None}
     return {**echo, "tool_calls": [readable(c) for c in echo["tool_calls"]]} if echo.get("tool_calls") else echo
-
-
-class ChatClient:
-    """POST <base>/chat/completions -> the reply's message.
-
-    5xx, 429 and lost connections are sent again twice, byte for byte, with a retry count in the header.
-    """
-
-    def __init__(self, base_url, timeout, pool=None):
-        self.url, self.timeout = base_url.rstrip("/") + "/chat/completions", timeout
-        self.pool = pool or urllib3.PoolManager(maxsize=64)
-
-    def chat(self, body):
-        data, last = json.dumps(body).encode(), ""
-        for retry in range(3):
-            if retry:
-                time.sleep(0.5 * 2 ** (retry - 1))
-            headers = {"Content-Type": "application/json", "x-stainless-retry-count": str(retry)}
-            try:
-                reply = self.pool.request("POST", self.url, body=data, headers=headers, timeout=self.timeout, retries=False)
-            except urllib3.exceptions.HTTPError as e:
-                last = f"{type(e).__name__}: {e}"
-                continue
-            if reply.status == 200:
-                try:
-                    message = reply.json()["choices"][0]["message"]
-                    for call in message.get("tool_calls") or []:
-                        call["function"] = {"name": call["function"]["name"], "arguments": _as_text(call["function"].get("arguments"))}
-                    return message
-                except (ValueError, LookupError, TypeError, AttributeError) as e:
-                    raise ModelServerError(f"reply is no chat completion ({type(e).__name__}: {e})") from None
-            last = f"HTTP {reply.status}: {reply.data[:300].decode(errors='replace')}"
-            if reply.status == 400 and CONTEXT.search(last):
-                raise ContextTooLong(last)
-            if reply.status < 500 and reply.status != 429:
-                break
-        raise ModelServerError(last)
 
 
 # ---------------------------------------------------------------------------------------------- history rewriting
@@ -285,7 +233,7 @@ class Episode:
             started = time.monotonic()
             receipt = getattr(self.world, skill.method)(**{k: v for k, v in arguments.items() if k in names})
             self.skill_seconds += time.monotonic() - started
-            self.events.append(_recorded({"tool": name, "ok": receipt.ok, **receipt.facts}))
+            self.events.append(recorded({"tool": name, "ok": receipt.ok, **receipt.facts}))
             return receipt.text, False, self._pictures() if skill.moves else []
         if name == "look":
             names = ", ".join(o["name"] for o in self.world.objects())

@@ -134,9 +134,16 @@ class ScriptedTeacher:
                 f"{'pick' if picks == 1 else 'picks'} and {len(goal)} {'place' if len(goal) == 1 else 'places'} from start to end.")
 
 
-def expert_for(suites, grasp_skill, gives_up, leans, perfect=False):
-    """The scripted expert of the world that has these suites (protocol.one_world checks that one has them all)."""
-    if suites[0].startswith("libero"):
+def expert_for(suites, grasp_skill, gives_up, leans, perfect=False, harness="skills", mistakes=0.0):
+    """The scripted expert of a harness and of the world that has these suites (protocol.one_world checks that one has them all).
+
+    leans belongs to the skills harness (memory), mistakes to the code harness (programming errors)."""
+    libero = suites[0].startswith("libero")
+    if harness == "code":
+        from harness.code_teacher import CodeTeacher, programs_of
+        chances = (1.0, 0.0, 0.0) if perfect else (grasp_skill, gives_up, mistakes)
+        return CodeTeacher(programs_of(suites[0]), *chances)
+    if libero:
         from harness.libero_teacher import LiberoTeacher
         return LiberoTeacher(grasp_skill, gives_up, leans, perfect)
     return ScriptedTeacher(1.0, 0.0, 0.0) if perfect else ScriptedTeacher(grasp_skill, gives_up, leans)

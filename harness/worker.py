@@ -1,8 +1,9 @@
 """One harness process: reads jobs (a JSON object a line) on stdin, runs them in threads, writes outcomes (a line each) on stdout.
 
-It holds worlds and nothing of training, and it speaks to the planner over HTTP alone. Worlds that cannot share a process with another
-(LIBERO) get one thread. A simulator exception becomes an outcome with `crash`; the parent decides what that means. When stdin closes
-in the middle of an episode (the parent was killed), it ends at once, with all its threads and children.
+It holds worlds and nothing of training, and it speaks to the planner over HTTP alone; programs of a planner run elsewhere (sandbox.py).
+Worlds that cannot share a process with another (LIBERO, robosuite) get one thread. A simulator exception becomes an outcome with
+`crash`; the parent decides what that means. When stdin closes in the middle of an episode (the parent was killed), it ends at once,
+with all its threads and children.
 
     python -m harness.worker --threads 8
 """
@@ -18,7 +19,8 @@ import traceback
 
 import urllib3
 
-from harness.skills import Episode
+from harness import code, skills
+from harness.sandbox import Sandbox
 from harness.world import make_world, world_of
 
 
@@ -36,6 +38,7 @@ def main():
     out = os.fdopen(os.dup(1), "w", buffering=1)         # keep the real stdout for outcomes …
     os.dup2(2, 1)                                        # … and send whatever libraries print to stderr
     jobs, lock, pool = queue.SimpleQueue(), threading.Lock(), urllib3.PoolManager(maxsize=args.threads)
+    sandbox = Sandbox()                                  # starts nothing before the first session
 
     taken = told = 0                                     # jobs read, outcomes written
 
@@ -47,7 +50,9 @@ def main():
                 name = world_of(job["suite"])
                 if name not in worlds:
                     worlds[name] = make_world(name)
-                line = json.dumps({"episode_id": job["episode_id"], **Episode(worlds[name], job, pool).run()})
+                episode = skills.Episode(worlds[name], job, pool) if job["harness"] == "skills" else \
+                    code.Episode(worlds[name], job, pool, sandbox)
+                line = json.dumps({"episode_id": job["episode_id"], **episode.run()})
             except Exception:                            # reported whole, and the world is rebuilt: its state is not to be trusted
                 line = json.dumps({"episode_id": job["episode_id"], "crash": traceback.format_exc()})
                 worlds.clear()
@@ -72,6 +77,7 @@ def main():
         jobs.put(None)
     for t in threads:
         t.join()
+    sandbox.close()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import numpy as np
 import pytest
 
-from harness.skills import _recorded, CALL_UNREAD, ChatClient, Episode, ModelServerError, rewrite_history
+from harness.chat import ChatClient, ModelServerError
+from harness.skills import recorded, CALL_UNREAD, Episode, rewrite_history
 from harness.world import Receipt, Skill, Task, World
 
 
@@ -162,11 +163,11 @@ def test_simulator_exceptions_come_out(planner):
 def test_facts_are_recorded_as_plain_json_to_a_tenth_of_a_millimetre():
     facts = {"pos": np.array([0.123456, -1.0]), "n": np.int64(3), "ok": np.bool_(True), "far": np.float32(0.5), "lift": 0.00016, "held": None,
              "name": "red mug", "limits": (0.25, 0.123449)}
-    plain = _recorded(facts)
+    plain = recorded(facts)
     assert plain == {"pos": [0.1235, -1.0], "n": 3, "ok": True, "far": 0.5, "lift": 0.0002, "held": None, "name": "red mug", "limits": [0.25, 0.1234]}
     assert json.loads(json.dumps(plain)) == plain and isinstance(facts["pos"], np.ndarray)        # the world keeps its own
     with pytest.raises((TypeError, AttributeError)):                                                # the worker tells it as a crash
-        _recorded({"thing": object()})
+        recorded({"thing": object()})
 
 
 OPEN_AND_PUT = (("open", "top drawer"), ("in", "bowl", "top drawer"))
