@@ -31,7 +31,8 @@ SUITES=tabletop_base,tabletop_swap,tabletop_task
 WORDS="red green blue white black yellow mug pan jug jar pot tray bowl box"     # stay single tokens in the tiny tokenizer
 LIMITS="--harness $HARNESS --concurrency 24"                                    # many episodes share a forward
 SUCCESSES=2200 PER_ROUND=64 EVAL="--inits 1-10"
-if [ -n "$CODE" ]; then LIMITS+=" --turns 6" TOKENS=320; else LIMITS+=" --turns 14" TOKENS=64; fi      # short tasks
+# Short tasks. Prompts of control code hold the API: a larger vocabulary makes 60 tokens of it; small micro-batches of like rows pad less.
+if [ -n "$CODE" ]; then LIMITS+=" --turns 6" TOKENS=320 VOCAB=1024 MICRO=2560; else LIMITS+=" --turns 14" TOKENS=64 VOCAB=512 MICRO=8192; fi
 if [ -n "$QUICK" ]; then SUCCESSES=320 PER_ROUND=8 ROUNDS=${ROUNDS:-2} EVAL="--inits 1-10 --limit 60"; fi
 ROUNDS=${ROUNDS:-10}
 START=$SECONDS
@@ -41,7 +42,7 @@ python collect.py --suites $SUITES --inits 11-44,100-999 --target-successes $SUC
   --output "$RUN/teacher"
 
 #    The planner: a tokenizer for the recorded text, random weights.
-[ -e "$RUN/base/manifest.json" ] || python tiny.py --calls "$RUN/teacher" --isolate $WORDS --seed "$SEED" --output "$RUN/base"
+[ -e "$RUN/base/manifest.json" ] || python tiny.py --calls "$RUN/teacher" --isolate $WORDS --vocab $VOCAB --seed "$SEED" --output "$RUN/base"
 
 # 1  Targets. Skills: what a student without memory would have seen, and responses that do not lean on memory; code: the teacher's responses as they are.
 #    Then L_SFT. (Larger models: torchrun --nproc_per_node N sft.py …;
@@ -50,7 +51,7 @@ STAGE=rewrite
 if [ -n "$CODE" ]; then STAGE=reuse; fi
 [ -e "$RUN/$STAGE/manifest.json" ] || python $STAGE.py --teacher "$RUN/teacher" --student "$RUN/base" --output "$RUN/$STAGE"
 python sft.py --model "$RUN/base" --data "$RUN/$STAGE/sft.jsonl" --output "$RUN/sft" --seed "$SEED" --threads 2 \
-  --optimizer muon --lr 4e-3 --schedule wsd --warmup 50 --weight-decay 0.05 --global-batch 16 --epochs 2 --log-every 50
+  --optimizer muon --lr 4e-3 --micro-tokens $MICRO --schedule wsd --warmup 50 --weight-decay 0.05 --global-batch 16 --epochs 2 --log-every 50
 
 # 2  Rounds of rollouts and L_RL. Groups of six share a start state; each round draws new ones and continues the last round's optimizer.
 policy=$RUN/sft previous="" state=() played=()
@@ -60,7 +61,7 @@ for round in $(seq 1 "$ROUNDS"); do
   python rollout.py --model "$policy" --suites $SUITES --inits 11-44,1000-9999 --groups $PER_ROUND --attempts 6 --round "$round" \
     $LIMITS --max-tokens $TOKENS --seed "$SEED" --output "$RUN/round-$round"
   python rl.py --rollouts "$RUN/round-$round" --model "$policy" "${state[@]}" --round "$round" --rounds "$ROUNDS" \
-    --lr 4e-4 --schedule linear --warmup 4 --steps-per-round 2 --seed "$SEED" --threads 2 --output "$RUN/rl-$round"
+    --lr 4e-4 --micro-tokens $MICRO --schedule linear --warmup 4 --steps-per-round 2 --seed "$SEED" --threads 2 --output "$RUN/rl-$round"
   if [ -e "$RUN/rl-$round/config.json" ]; then policy=$RUN/rl-$round previous=$RUN/rl-$round; fi
   played+=("$RUN/round-$round")
 done

@@ -62,7 +62,10 @@ class CodeTeacher:
         return "REGENERATE\n" + self._write(code, todo, self._tried(todo[0], last), failed, rng)
 
     def _tried(self, step, last):
-        return [c for c in self.programs.choices(step) if re.search(rf"(?<![\d.-]){re.escape(c)}(?![\d.])", last)]
+        """The choices with which the last block, seen without its comments, did this step."""
+        bare = lambda text: re.sub(r"^\s*#.*\n?", "", text, flags=re.M).strip()
+        return [c for c in self.programs.choices(step)
+                if any(bare(last).endswith(bare(self.programs.program([step], [c], style, True))) for style in self.programs.STYLES)]
 
     def _write(self, code, todo, tried, failed, rng):
         """A fenced program for the first of the steps `todo`, or (some styles) for all. failed: the last one raised."""
