@@ -251,8 +251,8 @@ def replay(episode, calls, rewriter, args):
     """
     history, turns = History(rewriter), []
     for call in sorted(calls, key=lambda c: c.turn):
-        if not call.delivered or call.error or call.message is None:
-            turns.append((call, "not_delivered", None))
+        if not call.delivered or call.error or call.message is None or call.finish_reason == "length":
+            turns.append((call, "cut" if call.finish_reason == "length" else "not_delivered", None))     # cut: has no end token
             continue
         messages, tools, dependence = history.context(call)
         late = adapters.post_success(episode, call) and not (args.after_success == "finish" and is_end(call.message, episode))

@@ -1,6 +1,6 @@
 """Stage 1: supervised fine-tuning on student contexts and the teacher's (rewritten) responses (SPEC.md §2, loss (3)).
 
-Reads   sft.jsonl and images/ beside it (rewrite.py), a base checkpoint
+Reads   sft.jsonl and images/ beside it (rewrite.py, reuse.py), a base checkpoint
 Writes  OUTPUT/  a Hugging Face checkpoint · metrics.jsonl · state/ (float32 weights, optimizer state) · manifest.json
         OUTPUT/resume/step-N/  while it runs
 
@@ -38,7 +38,7 @@ from records import (
 def parse_args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     p.add_argument("--model", required=True, help="base checkpoint: a folder or a hub name")
-    p.add_argument("--data", required=True, help="sft.jsonl of rewrite.py")
+    p.add_argument("--data", required=True, help="sft.jsonl of rewrite.py or reuse.py")
     p.add_argument("--output", required=True, help="checkpoint folder to write")
     trainer.add_arguments(p, lr=1e-5, global_batch=128)
     g = p.add_argument_group("sft")
@@ -59,7 +59,7 @@ def read_data(args):
             counts["empty"] += 1
         elif not row["prompt_token_ids"]:
             raise BadInput(f"{args.data}:{number}: field 'prompt_token_ids' is empty; a target needs a context "
-                           "(rewrite.py)")
+                           "(rewrite.py, reuse.py)")
         elif len(row["prompt_token_ids"]) + len(row["token_ids"]) > args.max_length:
             counts["too_long"] += 1
         else:

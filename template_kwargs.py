@@ -1,13 +1,14 @@
-"""--chat-template-kwargs of collect.py, rewrite.py, rollout.py and eval.py: values of a chat template's own variables.
+"""--chat-template-kwargs of collect.py, rewrite.py, reuse.py, rollout.py and eval.py: values of a chat template's own variables.
 
     {"enable_thinking": false}         Qwen3.5: no reasoning
     {"preserve_thinking": true}        Qwen3.6: earlier reasoning stays in the history, so that an episode's calls share a prefix
 
 They are part of the context. Requests carry them, the proxy records them with each call, the gate and rl.py render with what was
-recorded. A planner that is fine-tuned with some must sample with the same: give them to rewrite.py, rollout.py and eval.py alike.
+recorded. A planner that is fine-tuned with some must sample with the same: give them to rewrite.py or reuse.py, rollout.py and eval.py
+alike.
 With a template that thinks only when told to (qwen3_5_nothink) say {"enable_thinking": false} to vLLM all the same: 0.32's parser takes
-thinking for on otherwise, and makes reasoning of all content (engine.py looks at the prompt). rewrite.py alone has another default,
-those of the teacher's calls. sft.py and rl.py have no such option.
+thinking for on otherwise, and makes reasoning of all content (engine.py looks at the prompt). rewrite.py and reuse.py alone have another
+default, those of the teacher's calls. sft.py and rl.py have no such option.
 """
 
 import contextlib
