@@ -134,6 +134,7 @@ async def collect(args, tasks, inits):
         specs = [{"suite": s, "index": i, "init": init, "attempt": a, "memory": memory}
                  for init in inits for a in range(args.attempts) for s, i in tasks]
         protocol.check_states(specs)                                                 # before exploring, too
+        adapters.settle(args, {s for s, _ in tasks})
         if not args.no_memory and not await explore(args, tasks, teacher("explore")):
             return STOPPED
         enough = None

@@ -114,7 +114,7 @@ class Episode:
             reply = read_reply(text, choice.get("finish_reason") == "length")
             if self.frames:
                 self.frames.call({"content": reply.code or text})
-            note, bad = reply.problem, bad + 1 if reply.problem else 0
+            note, bad, ran = reply.problem, bad + 1 if reply.problem else 0, len(self.blocks)
             if reply.finish:
                 end, self.finished = "finish", True
             elif reply.problem:
@@ -124,7 +124,8 @@ class Episode:
                 if end is None and job["single_turn"]:
                     end = "finish"
             if self.frames:
-                self.frames.receipt(self.blocks[-1].stdout if self.blocks and not note else note or "")
+                block = self.blocks[-1] if len(self.blocks) > ran else None
+                self.frames.receipt("\n".join([block.stdout, *block.stderr.splitlines()[-1:]]) if block else note or detail)
             if not world.success():
                 self.since = None
             elif self.since is None:
@@ -143,7 +144,7 @@ class Episode:
         finally:
             self.seconds["sandbox"] += time.monotonic() - began - (self.seconds["skill"] - inside)
         self.blocks.append(block)
-        return None, ""
+        return "time" if time.monotonic() > self.deadline else None, ""
 
     def _call(self, name, args, kwargs):
         began = time.monotonic()
@@ -167,7 +168,7 @@ class Episode:
         done = goal & put
         if success:
             failure = None
-        elif end == "malformed" or (self.blocks and self.blocks[-1].error and end != "unrecoverable"):
+        elif end == "malformed" or (end != "time" and self.blocks and self.blocks[-1].error and len(self.blocks) == len(self.programs)):
             failure = "format"
         elif any(e["object"] not in wanted for e in picks) or any(p not in goal for p in put):
             failure = "language"

@@ -17,7 +17,7 @@ import textwrap
 from dataclasses import dataclass
 
 PYTHON = ("python", "py", "python3")
-_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^`~]*$")
+_FENCE = re.compile(r"^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([\w+#.-]*+)[^`~]*+$")       # possessive: linear in a long line
 _DECISION = re.compile(r"^[\s*_#>`\"'-]*(FINISH|REGENERATE)[\s*_`\"'.:!-]*$")
 
 NO_PROGRAM = "the reply holds no ```python block"
@@ -71,4 +71,5 @@ def read_reply(text, cut=False):
     code = "\n".join(b[1] for b in programs)
     if code.strip():
         return Reply(False, code, None)
-    return Reply(False, None, CUT_THINKING if cut and "<think>" in text and "</think>" not in text else NO_PROGRAM)
+    thinking = "<think>" in text.rpartition("</think>")[2] or not said.strip()       # the latter: the server keeps thinking apart
+    return Reply(False, None, CUT_THINKING if cut and thinking else NO_PROGRAM)
