@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import records
 from conftest import ROOT
 
-SCRIPTS = ["collect.py", "tiny.py", "rewrite.py", "sft.py", "rollout.py", "rl.py", "eval.py", "gate.py", "proxy.py", "engine.py"]
+SCRIPTS = ["collect.py", "tiny.py", "rewrite.py", "reuse.py", "sft.py", "rollout.py", "rl.py", "eval.py", "gate.py", "proxy.py", "engine.py"]
 WORDS = "red green blue white black yellow mug pan jug jar pot tray bowl box".split()
 
 
