@@ -9,6 +9,7 @@ of the same user (F_SETOWN, F_SETSIG), so only its plain commands pass; and the 
 numbers, so they are refused as a whole.
 """
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -49,7 +50,10 @@ LOOKS = {
     "stat": (4, None), "lstat": (6, None), "newfstatat": (262, 79), "statx": (332, 291), "access": (21, None), "faccessat": (269, 48),
     "faccessat2": (439, 439),
 }
-CHECKED = {"mmap": (9, 222), "mprotect": (10, 226), "clone": (56, 220), "fcntl": (72, 25), "tgkill": (234, 131), "prlimit64": (302, 261)}
+CHECKED = {
+    "mmap": (9, 222), "mprotect": (10, 226), "clone": (56, 220), "fcntl": (72, 25), "ioctl": (16, 29), "tgkill": (234, 131),
+    "prlimit64": (302, 261),
+}
 CLONE3 = (435, 435)
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}      # column of the tables, AUDIT_ARCH
 X32 = 0x40000000
@@ -58,6 +62,7 @@ CLONE_THREAD = 0x10000
 CLONE_ELSE = 0x7E020000 | 0x80 | 0x2000 | 0x4000 | 0x8000       # namespaces, NEWTIME, PTRACE, VFORK, PARENT: no thread needs them
 PROT_EXEC = 4
 FCNTL = (0, 1, 2, 3, 4, 1030)                                   # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
+IOCTL = (0x5450, 0x5451)                                        # FIONCLEX, FIOCLEX: Python asks it so when a file opens by an opener
 
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 LOAD, AND, EQUAL, ABOVE, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
@@ -103,9 +108,10 @@ def leave_power():
     if apart:
         _libc.sethostname(b"sandbox", 7)                        # not everywhere allowed, and then harmless
     elif os.getuid() == 0:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        with contextlib.suppress(PermissionError):              # a root without any power, in a container, stays as it is
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
     drop_capabilities()
     return apart
 
@@ -126,14 +132,13 @@ def address_space():
 
 def limit(memory, apart):
     """Limits of the kernel. memory: bytes of address space, None where the machine cannot (macOS). apart: of leave_power()."""
-    limits = {"CPU": (CPU, CPU + 1), "FSIZE": FILE, "NOFILE": FILES, "CORE": 0, "STACK": 8 << 20, "MEMLOCK": 0, "MSGQUEUE": 0}
+    limits = {"CPU": (CPU, CPU + 1), "FSIZE": FILE, "NOFILE": FILES, "CORE": 0}
     if memory:
-        limits["AS"] = memory
+        limits |= {"AS": memory, "STACK": 8 << 20, "MEMLOCK": 0, "MSGQUEUE": 0}
     if apart:
         limits["NPROC"] = TASKS                                 # elsewhere it counts all processes of the user, ours and others'
     for name, value in limits.items():
-        if (number := getattr(resource, f"RLIMIT_{name}", None)) is None:
-            continue
+        number = getattr(resource, f"RLIMIT_{name}")
         soft, hard = value if isinstance(value, tuple) else (value, value)
         top = resource.getrlimit(number)[1]
         if top != resource.RLIM_INFINITY:
@@ -206,6 +211,7 @@ def filter_program(machine, pid, files):
     program += _where(number["mprotect"], (4, PROT_EXEC, [0]))
     program += _where(number["clone"], (0, CLONE_THREAD | CLONE_ELSE, [CLONE_THREAD]))
     program += _where(number["fcntl"], (2, 0xFFFFFFFF, FCNTL))
+    program += _where(number["ioctl"], (2, 0xFFFFFFFF, IOCTL))
     program += _where(number["tgkill"], (0, 0xFFFFFFFF, [pid]))
     program += _where(number["prlimit64"], (0, 0xFFFFFFFF, [0]), (4, 0xFFFFFFFF, [0]), (5, 0xFFFFFFFF, [0]))    # reading its own
     program += [_op(EQUAL, CLONE3[column], no=1), _op(RETURN, ERRNO | errno.ENOSYS), _op(RETURN, ERRNO | errno.EPERM)]

@@ -15,20 +15,21 @@ What confines a session on Linux (`Sandbox.layers` says what acts on this machin
                  and no abstract sockets to the outside, where the kernel knows these. Without Landlock no file opens at all
     seccomp      an allow-list of system calls (confine.py): no process, socket, signal, mount, ptrace, limits, code made at run time
     never there  simulator, reward, environment, command line, file descriptors of the worker: the zygote is started without them
-What stays possible: asking for existence, size and times of a path (stat); the machine's load and clock; using up its own limits.
-Without seccomp (macOS, old kernels) sessions do not start, except with Sandbox(weak=True), for development only: then only limits of CPU,
-file size and open files act (macOS does not enforce the memory limit either), CPU per block through SIGXCPU, which a program can ignore,
-and threads and CPU are not watched; files, network, other processes, the worker included, are open to the program.
+What stays possible: asking for existence, owner, size and times of a path (stat); the machine's clock and number of cores; using up
+its own limits, the disk too: files deleted but still mapped, up to the memory limit, until the session ends.
+Without seccomp (macOS, old kernels) sessions do not start, except with Sandbox(weak=True), for development only: then files, network and
+other processes, the worker's included, are open to the program. What still acts on macOS: the limits but for memory, wall time, the
+scratch folder's size, the caps on output, calls and frames, and CPU per block by SIGXCPU, which a program can ignore; threads and CPU
+are not watched there, and a session whose worker was killed ends when it next reads or writes, or at its CPU limit.
 
-Programs see one more thing that differs from exec: random and np.random start from the same seed in each session.
+What differs from exec for honest programs: random and np.random start from the same seed in each session; numpy, scipy and the standard
+library are there, other packages and scipy's rarer extension modules (signal, stats, ndimage) are not; no asyncio, no subprocess.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import signal
-import struct
 import tempfile
 import threading
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from harness.sandbox_link import BAD, START, Died, Ended, Watch, Zygote, wire
 
 SHOWN = 8000            # characters of output kept per stream and block
 CALLS = 2000            # API calls per block
+FULL = 77               # exit code of a session out of memory (sandbox_child.py)
 GONE = "The session ended; variables and imports of earlier blocks are gone.\n"
 
 
@@ -79,11 +81,19 @@ class Sandbox:
                 self.zygote.close()
             self.zygote = None
 
+    def _start(self, scratch):
+        """A process for a session, by another zygote if the system has ended the one that there was."""
+        zygote = self._running()
+        try:
+            return zygote.start(scratch)
+        except RuntimeError:
+            return self._running().start(scratch)
+
     def _running(self):
         with self.lock:
             if self.closed:
                 raise RuntimeError("the sandbox is closed")
-            if self.zygote and self.zygote.process.poll() is not None:        # the system may have ended it, short of memory
+            if self.zygote and self.zygote.process.poll() is not None:
                 self.zygote.close()
                 self.zygote = None
             if not self.zygote:
@@ -111,7 +121,7 @@ class Session:
         call(name, args, kwargs) -> value is asked here, in the caller's thread, for each API call; ApiError becomes an exception inside
         the program; whatever else it raises comes out of here, and the session is gone. seconds: wall time of the program itself;
         cpu_seconds: its CPU time; deadline: time.monotonic() after which it ends in any case, calls included, or None.
-        RuntimeError: the sandbox itself failed."""
+        RuntimeError: the sandbox itself failed, the session with it; another session can be started."""
         notice = self._ready()
         self.blocks, self.calls = self.blocks + 1, 0
         process, frame, ended, left = self.process, {"trace": ""}, "", (None, None)
@@ -127,7 +137,7 @@ class Session:
         except Ended as e:
             error, ended = e.error, str(e)
         except Died:
-            error, ended = _fate(process.end(died=True))
+            error, ended = _fate(self._end())
         except BaseException:
             self._kill()
             raise
@@ -147,9 +157,7 @@ class Session:
 
     def _start(self):
         self.fresh = True
-        self.process = self.sandbox._running().start(self.scratch)
-        data = json.dumps({"specs": self.specs}).encode()
-        self.process.sock.send(struct.pack(">I", len(data)) + data)
+        self.process = self.sandbox._start(self.scratch)
 
     def _ready(self):
         """A session that waits for a program, a new one if need be -> what the planner has to know of that."""
@@ -158,6 +166,7 @@ class Session:
             if self.process and not self.fresh and not self.process.idle():
                 raise Died()
         except Died:
+            self._end()
             self._kill()
             notice = GONE
         if not self.process:
@@ -166,13 +175,14 @@ class Session:
         if not self.fresh:
             self.process.signal(signal.SIGCONT)
             return notice
+        watch = Watch(self.process, self.scratch, START, START, None)
         try:
-            ready = self.process.receive(Watch(self.process, self.scratch, START, START, None), ())
+            self.process.send({"specs": self.specs}, watch)
+            self.fresh = "ready" not in self.process.receive(watch, ())
         except (Ended, Died) as e:
             text = self.process.output()[1] or str(e) or "its process ended"
             self._kill()
             raise RuntimeError(f"a sandbox session cannot start: {text}") from None
-        self.fresh = "ready" not in ready
         return notice
 
     def _serve(self, process, watch, call):
@@ -190,6 +200,14 @@ class Session:
         if frame.get("done") != self.blocks:
             raise Ended("RuntimeError", BAD)
         return frame
+
+    def _end(self):
+        """How the session's process ended -> wait status or None. RuntimeError: by a failure of the sandbox, not of the program."""
+        try:
+            return self.process.end(died=True)
+        except RuntimeError:
+            self._kill()
+            raise
 
     def _kill(self):
         if self.process:
@@ -210,6 +228,8 @@ def _fate(status):
     """Wait status of a session that ended by itself, None if it had to be killed -> (name for Block.error, text for the planner)."""
     if status is None:
         return "RuntimeError", "the program was ended: its connection was closed"
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status) == FULL:
+        return "MemoryError", "the program was ended: its variables fill the memory that it may use"
     if os.WIFEXITED(status):
         return "SystemExit", f"the program ended its own process (os._exit({os.WEXITSTATUS(status)}))"
     number = os.WTERMSIG(status)

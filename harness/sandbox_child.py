@@ -40,7 +40,7 @@ PRELOADED = """
     abc array base64 bisect calendar cmath codecs collections collections.abc colorsys contextlib contextvars copy csv ctypes dataclasses
     datetime decimal difflib encodings.ascii encodings.idna encodings.latin_1 encodings.utf_8 encodings.unicode_escape enum errno fractions
     functools gc graphlib hashlib heapq html inspect io itertools json keyword linecache locale logging math numbers numpy numpy.fft
-    numpy.linalg numpy.ma numpy.matlib numpy.polynomial numpy.random operator pathlib pickle platform pprint pydoc queue random re reprlib
+    numpy.linalg numpy.ma numpy.polynomial numpy.random operator pathlib pickle platform pprint pydoc queue random re reprlib
     secrets shutil signal statistics string struct sys tempfile textwrap threading time timeit tokenize traceback types typing unicodedata
     uuid warnings weakref zlib zoneinfo _strptime concurrent.futures concurrent.futures.thread asyncio
     scipy.spatial scipy.spatial.transform scipy.linalg scipy.optimize scipy.interpolate
@@ -50,6 +50,7 @@ KEPT = 8000                     # characters of output kept per block and stream
 TRACE, LAST = 4000, 1100        # characters of a traceback; frames, from the last: the recursion limit is 1000
 SENT = 200_000                  # characters of a call's arguments as JSON
 DEPTH, ITEMS, BITS = 16, 20_000, 1024       # of arguments: nesting, items of an array, size of an integer
+FULL = 77                       # exit code of a session whose program left it no memory to go on with
 name_of = type.__dict__["__name__"].__get__         # of a class, whatever its metaclass says
 BALLAST = bytearray(1 << 20)  # given back when memory runs out, so that the error can still be told
 
@@ -91,6 +92,7 @@ def plain(value, depth=0):
 def plain_key(key):
     if type(key) is not str:
         raise TypeError(f"keys of a dict in the arguments must be strings, found {name_of(type(key))}")
+    key.encode()
     return key
 
 
@@ -114,11 +116,11 @@ def value_of(wire):
 class Capture(io.TextIOBase):
     """sys.stdout or sys.stderr: the first KEPT characters of a block go into a pipe, which survives this process; the rest is counted."""
 
+    encoding = "utf-8"
+
     def __init__(self, fd):
         super().__init__()
         self.fd, self.room, self.left = fd, KEPT, 0
-
-    encoding = "utf-8"
 
     def writable(self):
         return True
@@ -217,7 +219,7 @@ def run_block(namespace, number, code):
         sys.setprofile(None)
         if isinstance(e, MemoryError):
             BALLAST.clear()
-        kind = name_of(type(e))
+        kind = name_of(type(e))[:60]
         try:
             told = only_theirs(traceback.TracebackException.from_exception(e, limit=-LAST))
             text = "".join(told.format())
@@ -244,11 +246,14 @@ def session(weak):
     link.send(json.dumps({"ready": True}))
     try:
         blocks(link, namespace, out, err, weak)
+    except MemoryError:
+        os._exit(FULL)
     finally:
         os._exit(1)                                             # a program broke what is here: nothing of ours goes to the planner
 
 
 def blocks(link, namespace, out, err, weak):
+    """Block after block, until the program or the other side ends it."""
     while True:
         task = link.receive()
         sys.stdout, sys.stderr, sys.stdin = out, err, io.StringIO()
@@ -261,6 +266,8 @@ def blocks(link, namespace, out, err, weak):
         ended = run_block(namespace, task["block"], task["code"])
         sys.settrace(None)
         sys.setprofile(None)
+        if ended[0] == "MemoryError":
+            bytearray(16 << 20)                                 # variables that leave no room for the next block end the session
         with link.lock:
             link.send(json.dumps({"done": task["block"], "error": ended[0], "trace": ended[1], "left": [out.renew(), err.renew()]}))
 
@@ -271,7 +278,7 @@ def become_session(confine, fds, scratch, parent, able, memory, readable):
     """In the fresh fork: nothing but its own file descriptors, then confined, then blocks."""
     confine.die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)                # Ctrl-C is for the worker
-    high = [os.dup2(fd, 100 + k) for k, fd in enumerate(fds)]               # out of the way of the places they are to have
+    high = [os.dup2(fd, 100 + k) for k, fd in enumerate(fds)]   # out of the way of the places they are to have
     for fd, place in zip(high, (LINK, OUT, ERR), strict=True):
         os.dup2(fd, place)
     os.closerange(ERR + 1, 4096)
@@ -306,15 +313,14 @@ def preload():
             importlib.import_module(name)
         except ImportError:
             pass                                                # scipy may be missing: a program that imports it is told so
+    sys.path = [sysconfig.get_paths()["stdlib"]]                # other packages are missing, rather than there and not readable
 
 
 def zygote(control):
     """Forks a session per command until the control socket closes, then ends all sessions."""
-    here = Path(__file__).resolve().parent
-    spec = importlib.util.spec_from_file_location("confine", here / "confine.py")
+    spec = importlib.util.spec_from_file_location("confine", Path(__file__).with_name("confine.py"))
     confine = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(confine)
-    sys.path = [p for p in sys.path if Path(p).resolve() != here]
     preload()
     paths, able = readable(), confine.layers()
     memory = None

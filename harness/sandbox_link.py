@@ -98,8 +98,8 @@ def decode(data, names):
         _check(frame["args"])
         _check(frame["kwargs"])
     elif kind == {"done", "error", "trace", "left"}:
-        left = frame["left"]
-        if not isinstance(frame["error"], (str, type(None))) or not isinstance(frame["trace"], str) or not isinstance(left, list) \
+        error, left = frame["error"], frame["left"]
+        if not (error is None or isinstance(error, str) and error) or not isinstance(frame["trace"], str) or not isinstance(left, list) \
                 or len(left) != 2 or not all(type(n) is int and 0 <= n < 1 << 60 for n in left):
             raise ValueError("no end of a block")
     elif frame != {"ready": True}:
@@ -131,6 +131,7 @@ class Watch:
             self.outside += time.monotonic() - began
 
     def look(self, force=False):
+        """At the clocks; at the process too if it is time for that."""
         now = time.monotonic()
         if self.deadline is not None and now > self.deadline:
             raise Ended("TimeoutError", "the program was ended: the time of the episode is over")
@@ -186,6 +187,7 @@ class Process:
         return fields[0].decode(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(fields[17])
 
     def cpu(self):
+        """CPU seconds so far."""
         return self.stat()[1]
 
     def signal(self, number):
@@ -193,6 +195,7 @@ class Process:
         os.kill(self.pid, number)
 
     def send(self, message, watch):
+        """A frame to it. Ended: a limit is passed before it has taken it all. Died."""
         data = json.dumps(message).encode()
         data = memoryview(struct.pack(">I", len(data)) + data)
         while data:
@@ -253,21 +256,19 @@ class Process:
         return found
 
     def end(self, died=False):
-        """Kills it -> its wait status if it had ended by itself (died: it is about to have), else None."""
+        """Kills it -> its wait status if it had ended by itself (died: it is about to have), else None. RuntimeError: no zygote."""
         patience = time.monotonic() + 0.2
         while died and self.stat()[0] not in "ZX?" and time.monotonic() < patience:
             time.sleep(0.001)                                   # a dying process closes its files before it is a zombie
-        alone = self.stat()[0] in "ZX"
-        self.ended = True
-        try:
-            status = self.zygote.ask({"end": self.pid})["status"]
-        except RuntimeError:                                    # no zygote any more: the kernel killed its sessions with it
-            return None
+        alone, self.ended = died and self.stat()[0] in "ZX?", True
+        status = self.zygote.ask({"end": self.pid})["status"]
         return status if alone else None
 
     def close(self):
+        """Kills it if need be, and closes what belongs to it."""
         if not self.ended:
-            self.end()
+            with contextlib.suppress(RuntimeError):             # no zygote any more: the kernel killed its sessions with it
+                self.end()
         self.sock.close()
         for fd in self.pipes:
             os.close(fd)
@@ -281,7 +282,8 @@ class Zygote:
         self.control.settimeout(START)
         self.lock = threading.Lock()
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-        environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
+                        "MALLOC_ARENA_MAX": "1"}                # else a thread takes 128 MB of address space, of 512
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-B", "-X", "no_debug_ranges", str(CHILD), str(theirs.fileno())],
@@ -298,6 +300,7 @@ class Zygote:
             raise
 
     def answer(self):
+        """The zygote's next line."""
         data = b""
         while not data.endswith(b"\n"):
             try:
@@ -313,12 +316,15 @@ class Zygote:
         return answer
 
     def ask(self, command, fds=()):
+        """A command, with file descriptors to pass -> its answer. After a RuntimeError the zygote is dead."""
         with self.lock:
             try:
                 socket.send_fds(self.control, [json.dumps(command).encode() + b"\n"], fds)
-            except OSError:
-                raise RuntimeError("the process that starts sandbox sessions has ended") from None
-            return self.answer()
+                return self.answer()
+            except (OSError, RuntimeError) as e:
+                self.process.kill()                             # a late answer would be taken for the next one's
+                self.process.wait()
+                raise RuntimeError(str(e)) from None
 
     def start(self, scratch):
         """-> Process of a fresh session that works in the folder `scratch`."""
