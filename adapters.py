@@ -40,6 +40,7 @@ class SkillsAdapter:
     harness = "skills"
     turns, max_tokens = 100, 8192           # --turns and --max-tokens where they are not given: RPent's
     worlds = ("tabletop", "libero")         # that offer skills
+    final = False                           # the reward is the predicate in the final state
 
     def settle(self, args, suites):
         """Fills in what is not given, so that args.json says it; BadInput for an option that this harness would not honour."""
@@ -104,6 +105,7 @@ class CodeAdapter(SkillsAdapter):
     harness = "code"
     turns, max_tokens = 11, 32_768          # CaP-X's: the first program and ten regenerations; its longest response
     worlds = ("tabletop", "libero", "robosuite")
+    final = True
 
     def settle(self, args, suites):
         if args.noise is not None:
@@ -136,9 +138,19 @@ def settle(args, suites):
     adapter.settle(args, suites)
 
 
-def post_success(episode, call):
-    """True if this call was made after success: its action cannot have earned the reward (SPEC.md §2, post-success filter)."""
+def after_success(episode, call):
+    """True if this call was made when the success that the reward tells of was there already."""
     return episode.success_turn is not None and call.turn > episode.success_turn
+
+
+def post_success(episode, call):
+    """True if this call's action cannot have earned the reward (SPEC.md §2, post-success filter): it came after success.
+
+    Not so (ours) the FINISH of a harness whose reward is the final state's: it is what makes that state the final one. Without it, FINISH
+    is trained by failed episodes alone, and RL unlearns it (README, "Control code")."""
+    adapter = ADAPTERS.get(episode.harness)
+    makes_final = adapter is not None and adapter.final and episode.finished and call.turn == episode.extra.get("turns", 0) - 1
+    return after_success(episode, call) and not makes_final
 
 
 # ---------------------------------------------------------------------------------------------- arguments that stages share

@@ -126,7 +126,7 @@ def episode_rows(episode, calls, tokenizer, args, report, images=None, pictures=
         if not call.delivered or call.error or call.message is None:
             report.outcomes["dropped: not_delivered"] += 1
             continue
-        if adapters.post_success(episode, call) and not (ends and args.after_success == "finish"):
+        if adapters.after_success(episode, call) and not (ends and args.after_success == "finish"):
             report.outcomes["dropped: after_success"] += 1
             continue
         message = {k: v for k, v in call.message.items() if k != "tool_calls" or v}

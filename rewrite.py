@@ -255,7 +255,7 @@ def replay(episode, calls, rewriter, args):
             turns.append((call, "cut" if call.finish_reason == "length" else "not_delivered", None))     # cut: has no end token
             continue
         messages, tools, dependence = history.context(call)
-        late = adapters.post_success(episode, call) and not (args.after_success == "finish" and is_end(call.message, episode))
+        late = adapters.after_success(episode, call) and not (args.after_success == "finish" and is_end(call.message, episode))
         version = history.respond(call.message, dependence, messages, tools, target=not late)
         turns.append((call, "after_success" if late else "memory_only" if version[0] is None else None, (messages, tools, *version)))
     return history, turns
