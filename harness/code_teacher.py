@@ -1,9 +1,12 @@
 """Scripted expert of the code harness, behind the chat-completions API: it writes programs. It sees what any planner sees (two messages),
 keeps nothing between calls, and draws its chances from the request's seed.
 
-Its knowledge lies in one module a world (tabletop_programs.py, libero_programs.py): steps of an instruction, choices of a grasp, program
-texts in several styles. Handicaps, on purpose: `grasp_skill`, the chance that a grasp is the right one; `gives_up`, the chance to FINISH
-after a slip; `mistakes`, the chance that a first program holds a programming error, which it repairs once it has read the message.
+Its knowledge lies in one module a world (tabletop_programs.py, libero_programs.py, robosuite_programs.py), of pure functions of text:
+    steps(instruction) -> [{"object", …}] or None       choices(step) -> grasps, the right one first       MANY: a program may do several
+    program(steps, choices, style, rng, known) -> text in one of STYLES           defined(code) -> helpers that HELPERS_STYLE has defined
+    is_done(step, output) -> whether a block's output says that the step is done
+Handicaps, on purpose: `grasp_skill`, the chance that a grasp is the right one; `gives_up`, the chance to FINISH after a slip; `mistakes`,
+the chance that a first program holds a programming error, which it repairs once it has read the message.
 """
 
 import random
@@ -51,9 +54,9 @@ class CodeTeacher:
         code, output = found[1], _OUTPUT.search(text)[1]
         last = re.split(r"^# block \d+$", code, flags=re.M)[-1]
         failed = "\nErrors:\n" in text
-        mentioned = [k for k, s in enumerate(goal) if f'"{s["object"]}"' in last]
-        done = set(range(mentioned[0])) if mentioned else set()              # it goes on once a step is done
-        done |= {k for k in mentioned if f"{goal[k]['object']} placed" in output}
+        mentioned = [k for k, s in enumerate(goal) if f'"{s["object"]}"' in last] or [0]
+        done = set(range(mentioned[0]))                                      # it goes on once a step is done
+        done |= {k for k in mentioned if not failed and self.programs.is_done(goal[k], output)}
         todo = [s for k, s in enumerate(goal) if k not in done]
         if not todo:
             return "FINISH"
@@ -65,16 +68,17 @@ class CodeTeacher:
         """The choices with which the last block, seen without its comments, did this step."""
         bare = lambda text: re.sub(r"^\s*#.*\n?", "", text, flags=re.M).strip()
         return [c for c in self.programs.choices(step)
-                if any(bare(last).endswith(bare(self.programs.program([step], [c], style, True))) for style in self.programs.STYLES)]
+                if any(bare(last).endswith(bare(self.programs.program([step], [c], style, random.Random(0), self.programs.defined(last))))
+                       for style in self.programs.STYLES)]
 
     def _write(self, code, todo, tried, failed, rng):
         """A fenced program for the first of the steps `todo`, or (some styles) for all. failed: the last one raised."""
         programs = self.programs
-        defined = "def pick(" in code and not failed
-        style = "helpers" if "def pick(" in code else rng.choice(programs.STYLES)
+        known = [] if failed else programs.defined(code)                     # after an error it defines them again
+        style = programs.HELPERS_STYLE if programs.defined(code) else rng.choice(programs.STYLES)
         todo = todo[:1] if style == "plain" or not programs.MANY or rng.random() < .3 else todo
         chosen = [self._choose(s, tried if k == 0 else [], rng) for k, s in enumerate(todo)]
-        text = programs.program(todo, chosen, style, defined)
+        text = programs.program(todo, chosen, style, rng, known)
         if failed is None and rng.random() < self.mistakes:                  # in the first program alone: repaired in the second
             right, wrong = rng.choice([e for e in ERRORS if e[0] in text] or [("", "")])
             text = text.replace(right, wrong, 1)
@@ -93,7 +97,7 @@ def programs_of(suite):
     if world == "tabletop":
         from harness import tabletop_programs as programs
     elif world == "libero":
-        from harness import libero_programs as programs
+        from harness import libero_code_teacher as programs
     else:
         from harness import robosuite_programs as programs
     return programs

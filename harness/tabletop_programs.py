@@ -6,6 +6,7 @@ Pure functions of text. A program prints one line per step, "<object> placed" or
 from harness.teacher import OFFSETS, read_goal, RIGHT
 
 STYLES = ("plain", "helpers", "loop")
+HELPERS_STYLE = "helpers"
 MANY = True             # a program may do several steps
 
 PLAIN = """\
@@ -82,11 +83,21 @@ def _metres(mm):
     return f"{mm / 1000:g}"
 
 
-def program(todo, chosen, style, defined):
-    """Text for the steps `todo` with the offsets `chosen`. defined: the helpers of style "helpers" are known to the session."""
+def defined(code):
+    """The helpers of style "helpers" that programs so far have defined."""
+    return [name for name in ("pick", "put") if f"def {name}(" in code]
+
+
+def is_done(step, output):
+    """Whether a block that did this step says so. Its output also says "slipped" where the grasp did not hold."""
+    return f"{step['object']} placed" in output
+
+
+def program(todo, chosen, style, rng, known):
+    """Text for the steps `todo` with the offsets `chosen`. known: of `defined`. rng is not used: the styles are all there is to choose."""
     if style == "plain":
         return PLAIN.format(**todo[0], dy=chosen[0])
     if style == "loop":
         return LOOP.format(rows=", ".join(f'("{s["object"]}", "{s["place"]}", {dy})' for s, dy in zip(todo, chosen, strict=True)))
     calls = [f'pick("{s["object"]}", {dy}) and put("{s["object"]}", "{s["place"]}")' for s, dy in zip(todo, chosen, strict=True)]
-    return ("" if defined else HELPERS) + " and ".join(calls) + "\n"
+    return ("" if known else HELPERS) + " and ".join(calls) + "\n"
