@@ -97,7 +97,7 @@ def programs_of(suite):
     if world == "tabletop":
         from harness import tabletop_programs as programs
     elif world == "libero":
-        from harness import libero_code_teacher as programs
+        from harness import libero_programs as programs
     else:
         from harness import robosuite_programs as programs
     return programs

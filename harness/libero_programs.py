@@ -11,6 +11,7 @@ takes one of those at times, and reinforcement learning has to find out.
 import re
 
 STYLES = ("plain", "helper", "loop")
+HELPERS_STYLE, MANY = "helper", False   # a program does one step
 BOWL, RAMEKIN, STOVE, CABINET = "akita black bowl", "glazed rim porcelain ramekin", "flat stove", "wooden cabinet"
 # words of a sentence -> name in the world
 OBJECTS = {n: n for n in ("alphabet soup", "bbq sauce", "butter", "chocolate pudding", "cream cheese", "ketchup", "milk", "orange juice",
@@ -57,6 +58,16 @@ def choices(step):
     return [("middle", (0, 0, 0), ""), ("too high", (0, 0, .05), ""), ("beside", (0, .05, 0), ""), ("at its end", (-.05, 0, 0), "")]
 
 
+def defined(code):
+    """Those of HELPERS that programs so far have defined."""
+    return [name for name in HELPERS if f"def {name}(" in code]
+
+
+def is_done(step, output):
+    """Whether a block that did this step says so."""
+    return outcomes(step)[0] in output
+
+
 def outcomes(step):
     """The lines that a program of this step may print last: (done, not done)."""
     return f"{step['object']} placed", f"{step['object']} slipped"
@@ -88,17 +99,18 @@ def put(q, place, offset, over=0.25):
 HELPERS = tuple(HELPER)                 # what the programs in style "helper" define, to be used by later blocks
 
 
-def program(step, choice, style, rng, defined=()):
-    """The Python text of one step in one of STYLES; it prints one of `outcomes(step)` at its end. choice: one of `choices(step)`.
-    defined: which of HELPERS earlier blocks have defined. rng: random.Random, for the wording of comments."""
-    name, (_, offset, quat) = step["object"], choice
+def program(todo, chosen, style, rng, known=()):
+    """The Python text of one step (todo: [step]) in one of STYLES; it prints one of `outcomes(step)` at its end. chosen: [one of
+    `choices(step)`]. known: which of HELPERS earlier blocks have defined. rng: random.Random, for the wording of comments."""
+    (step,), ((_, offset, quat),) = todo, chosen
+    name = step["object"]
     comment = rng.choice(["# Put the {} on the {}.", "# Take the {}, put it on the {}.", "# Next: {} to {}."])
     lines, ref, place = [comment.format(name, step["place"])], f'"{name}"', step["place"]
     up, over, ahead = AROUND.get((name, place), (LIFTS.get(name, .25), .25, 0))
     high = HANGS.get(name, .02) + RISES.get(place, .01) + .01
     drop = (0, 0, .15) if place == "basket" else (offset[0] + ahead, offset[1], high)
     if style == "helper":
-        wanted = [h for h in HELPERS if h not in defined and (h != "nearest" or "which" in step and "layer" not in step["which"])]
+        wanted = [h for h in HELPERS if h not in known and (h != "nearest" or "which" in step and "layer" not in step["which"])]
         lines += [HELPER[h] for h in wanted]
     if "which" in step:
         lines += _find(step["which"], style == "helper")
