@@ -243,7 +243,8 @@ def test_success_does_not_end_the_episode_and_counts_from_its_turn_on(run):
     assert out["receipts"] == [{"tool": "close_gripper", "object": "green mug", "held": True, "right": True},
                                {"tool": "open_gripper", "object": "green mug", "target": "blue bowl"}]
     e, after = recorded(out)
-    assert (e.reward, e.harness, e.finished) == (1.0, "code", True) and after == [False, False, True, True]
+    assert (e.reward, e.harness, e.finished) == (1.0, "code", True)
+    assert after == [False, False, True, False]              # FINISH made the state the final one; what ran before it did not
 
 
 def test_success_undone_by_a_later_program_earns_nothing(run):
@@ -257,13 +258,15 @@ def test_success_undone_by_a_later_program_earns_nothing(run):
 def test_success_undone_and_done_again_counts_from_the_second_time(run):
     out = run([fenced(PUT), fenced(AWAY), fenced(PUT), "FINISH"])
     assert (out["success_final"], out["success_turn"]) == (True, 2)
-    assert recorded(out)[1] == [False, False, False, True]
+    assert recorded(out)[1] == [False] * 4
 
 
 @pytest.mark.parametrize("end, job", [("turns", {"turns": 1}), ("malformed", {}), ("finish", {"single_turn": True})])
 def test_reward_is_the_final_states_however_it_ended(run, end, job):
     out = run([fenced(PUT), "No code.", "No code."], **job)
-    assert (out["end"], out["success_turn"], out["failure"]) == (end, 0, None) and recorded(out)[0].reward == 1.0
+    assert (out["end"], out["success_turn"], out["failure"]) == (end, 0, None)
+    e, after = recorded(out)
+    assert e.reward == 1.0 and after == [False] + [True] * (out["turns"] - 1)          # nobody said FINISH
 
 
 def test_success_within_the_program_that_is_cut_counts(run, monkeypatch):

@@ -5,6 +5,7 @@ import argparse
 import asyncio
 import random
 import sys
+import types
 from collections import Counter
 
 import pytest
@@ -43,16 +44,13 @@ def episode():
     box.close()
 
 
-class OneStyle:
+def one_style(style):
     """tabletop_programs with one style."""
-    steps, choices, program, MANY = staticmethod(programs.steps), staticmethod(programs.choices), staticmethod(programs.program), True
-
-    def __init__(self, style):
-        self.STYLES = (style,)
+    return types.SimpleNamespace(**{**vars(programs), "STYLES": (style,)})
 
 
 def perfect(style=None):
-    return CodeTeacher(OneStyle(style) if style else programs, 1.0, 0.0, 0.0)
+    return CodeTeacher(one_style(style) if style else programs, 1.0, 0.0, 0.0)
 
 
 # ---------------------------------------------------------------------------------------------- what it knows
@@ -121,7 +119,7 @@ def test_mistakes_are_repaired_after_the_message_was_read(episode):
 
 def test_wrong_grasps_slip_and_others_are_tried(episode):
     for seed in range(4):
-        out, users, replies = episode(CodeTeacher(OneStyle("plain"), 0.0, 0.0, 0.0), init=12, seed=seed)        # a heavy foot: it stays up
+        out, users, replies = episode(CodeTeacher(one_style("plain"), 0.0, 0.0, 0.0), init=12, seed=seed)        # a heavy foot: it stays up
         assert (out["end"], out["success_latched"], out["picks_right"], out["failure"]) == ("turns", False, 0, "grasp")
         offsets = [r.split("p[1] += ")[1].split("\n")[0] for r in replies]
         assert len(offsets) == 11 and all(a != b for a, b in zip(offsets, offsets[1:])) and set(offsets) == {"-0.02", "0", "0.02"}
