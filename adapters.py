@@ -22,7 +22,7 @@ from tqdm import tqdm
 import protocol
 import records
 import template_kwargs
-from harness import world
+from harness import confine, world
 from harness.code_api import api_class
 from harness.pool import WorkerPool, WorkersKeepDying
 from interrupts import Signals
@@ -30,7 +30,7 @@ from upstream import UpstreamError
 from records import at_least, BadInput, Episode, JsonlWriter, lock_folder, PROFILES, writing
 from runfolder import check_split, parse_shard, shard_of, used_ids, whole_episodes
 
-RECYCLE = 250           # LIBERO episodes that a harness process runs before another takes its place: robosuite's memory grows
+RECYCLE = 250           # LIBERO or robosuite episodes of a harness process before another takes its place: robosuite's memory grows
 HOPELESS = 12           # invalid episodes in a row from the start: the run ends, something is broken that no retry mends
 SLOW_SHARE = 0.5        # of a timed-out episode's seconds: more than this in upstream errors or queueing makes it invalid, not failed
 
@@ -110,6 +110,9 @@ class CodeAdapter(SkillsAdapter):
     def settle(self, args, suites):
         if args.noise is not None:
             raise BadInput(f"--noise {args.noise:g}: --harness code reads exact poses (CaP-X's privileged setting); leave the option out")
+        if not confine.layers()["seccomp"]:
+            raise BadInput("--harness code: this machine cannot filter system calls (seccomp), so a planner's programs do not run here "
+                           "(harness/sandbox.py)")
         for suite in sorted(suites):
             for task in world.task_list(suite):
                 try:
@@ -165,11 +168,12 @@ def add_rollout_arguments(p, *, sampling):
     g.add_argument("--single-turn", action="store_true", help="code: the first program is the only one")
     g.add_argument("--seconds", type=at_least(1.0, float), default=7200, help="wall time per episode (s; RPent's limit)")
     g.add_argument("--history-budget", type=at_least(1), default=60_000,
-                   help="characters of history before the harness edits it (a picture counts 1,000)")
+                   help="characters of history (code: of programs) before the harness edits it (a picture counts 1,000)")
     g.add_argument("--noise", type=at_least(0.0, float), default=None,
                    help="LIBERO: standard deviation of perceived positions and of grasp points (mm, seeded per attempt; 0: the executor's "
                         f"ceiling); default: {world.LIBERO_NOISE:g}")
-    g.add_argument("--pictures", action="store_true", help="send a picture after each motion (needs a planner that takes pictures)")
+    g.add_argument("--pictures", action="store_true",
+                   help="send a picture after each motion (code: with each prompt); needs a planner that takes pictures")
     g.add_argument("--workers", type=at_least(1), default=2, help="harness processes")
     g.add_argument("--concurrency", type=at_least(1), default=16,
                    help="episodes at a time per process (LIBERO and robosuite allow 1: one environment a process)")
@@ -204,7 +208,8 @@ def check_resume(folder, stage, args, policy_version):
         now |= {k: before[k] for k in ("served",) if k in before}
         for name in ("stage", *sorted(now.keys() | before.keys())):
             other_engine = name in ENGINE_OPTIONS and None in (before.get(name), now.get(name))      # it has no such option
-            if name not in FREE and name not in ("model", "output") and before.get(name) != now.get(name) and not other_engine:
+            younger = name not in before and not now[name]                       # an option younger than the run, and not used
+            if name not in FREE and name not in ("model", "output") and before.get(name) != now.get(name) and not (other_engine or younger):
                 raise BadInput(f"{folder}: holds a run with {name}={before.get(name)!r}, this command says {now.get(name)!r}; "
                                "repeat the first command, or give another --output")
     elif (folder / "episodes.jsonl").exists():
@@ -359,7 +364,7 @@ class Run:
                 raise
 
     def next_for(self, worker):
-        """The first spec to do; LIBERO: the first of the task whose scene this worker has built, else of one that none has, if any."""
+        """The first spec to do; LIBERO, robosuite: the first of the task that this worker did last, else of one that none does, if any."""
         task, spec = lambda s: (s["suite"], s["index"]), self.todo[0]
         if self.by_task:
             mine, all_of_them = self.pool.last.get(worker), set(self.pool.last.values())

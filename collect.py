@@ -170,6 +170,9 @@ def main():
     suites = protocol.parse_suites(args.suites, "collect.py")
     if args.teacher == "scripted" or not args.no_memory:
         protocol.one_world(suites)
+    if args.teacher == "scripted" and args.grasp_skill != 1.0 and "robosuite" in suites:
+        raise BadInput(f"--grasp-skill {args.grasp_skill:g}: the expert's programs for robosuite have one grasp each, the right one; "
+                       "leave the option out")
     return asyncio.run(collect(args, protocol.parse_tasks(args.tasks, suites), inits))
 
 

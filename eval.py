@@ -162,7 +162,7 @@ def load(path, name=None):
     parts = parts_of(path, "report.json", "`eval.py run`")
     headers = [records.read_json(p / "report.json") for p in parts]
     for part, header in zip(parts, headers, strict=True):
-        for field in ("sampling", "policy_version", "noise", "seed"):
+        for field in ("harness", "sampling", "policy_version", "noise", "seed"):
             if header.get(field) != headers[0].get(field):
                 raise BadInput(f"{part}/report.json: {field} {header.get(field)!r} is not that of the other shards, "
                                f"{headers[0].get(field)!r}; evaluate again into another folder")
@@ -221,6 +221,8 @@ def show_comparison(result, reports):
               f"{(r.header.get('sampling') or {}).get('profile', 'unnamed')}, reward is {is_a}")
     if reports[0].header.get("sampling") != reports[1].header.get("sampling"):
         print("note: the two were sampled differently")
+    if reports[0].header.get("harness") != reports[1].header.get("harness"):
+        print("note: the two were played in different harnesses")
     noise = [(r.header.get("noise"), r.header.get("seed", 0)) for r in reports]           # its draws are seeded by both
     if noise[0] != noise[1] and any(level for level, _ in noise):
         print("note: the executor's noise was another: " + ", ".join(
@@ -265,7 +267,7 @@ def make_expert(args, suites):
     handicap = {k: saved[k] for k in ("grasp_skill", "gives_up", "leans", "mistakes") if k in saved}
     print(f"expert: {' '.join(f'{k}={v}' for k, v in handicap.items())}, inherited from {args.teacher_run}")
     if args.expert == "memory" and not memory.is_dir():
-        raise BadInput(f"--teacher-run {args.teacher_run}: has no memory/; it was collected with --no-memory")
+        raise BadInput(f"--teacher-run {args.teacher_run}: has no memory/; it was collected with --no-memory or --harness code")
     if args.expert == "memory" and (unknown := suites.keys() - saved["suites"].split(",")):
         raise BadInput(f"--teacher-run {args.teacher_run}: explored {saved['suites']}, so it has no memory of {', '.join(sorted(unknown))}")
     return expert_for(list(suites), **handicap, harness=args.harness), str(memory) if args.expert == "memory" else None

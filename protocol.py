@@ -1,6 +1,7 @@
 """The protocol's tasks and initial states: which a command may use, and the refusals.
 
-Initial states of every task: 0 builds task memory, 1-10 evaluate, 11-44 (on tabletop also 100 and up) train, 45-49 validate and choose.
+Initial states of every task: 0 builds task memory, 1-10 evaluate, 11-44 (on tabletop and robosuite also 100 and up) train, 45-49
+validate and choose.
 """
 
 import re
@@ -28,10 +29,11 @@ def parse_suites(text, training=None):
 
 
 def one_world(suites):
-    """BadInput if the suites are of tabletop and of LIBERO: each has a scripted expert and a global memory of its own."""
-    if len({world.world_of(s) for s in suites}) > 1:
-        raise BadInput(f"--suites {','.join(suites)}: tabletop and LIBERO have a scripted expert and a global memory each; "
-                       "run them in two commands")
+    """BadInput if the suites are of several worlds: each has a scripted expert and a global memory of its own."""
+    worlds = sorted({world.world_of(s) for s in suites})
+    if len(worlds) > 1:
+        raise BadInput(f"--suites {','.join(suites)}: {' and '.join(worlds)} have a scripted expert and a global memory each; "
+                       "run each in a command of its own")
 
 
 def parse_inits(text, option="--inits"):
@@ -98,4 +100,4 @@ def refuse_evaluation_states(inits, stage, option="--inits"):
     bad = [i for i in inits if i in EVALUATION_STATES or i in VALIDATION_STATES or i in MEMORY_STATES]
     if bad:
         raise BadInput(f"{option}: {stage} must not use states {bad[:12]}: 0 is for memory, 1-10 for evaluation, 45-49 for validation; "
-                       "training states are 11-44, and on tabletop also 100 upwards")
+                       "training states are 11-44, and on tabletop and robosuite also 100 upwards")

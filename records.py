@@ -85,7 +85,7 @@ class Episode:
     start_state: str = ""                       # hash of the full simulator state after reset
     success_latched: bool = False               # the predicate held at some step
     success_final: bool = False                 # … and at the end
-    success_turn: int | None = None             # turn whose action first made it hold; later calls are post-success
+    success_turn: int | None = None             # turn whose action made it hold (code: to the end); later calls are post-success
     finished: bool = False                      # the planner called finish
     end: str = "infrastructure"                 # one of ENDS
     calls: list = field(default_factory=list)   # call_ids in order

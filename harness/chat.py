@@ -10,7 +10,11 @@ CONTEXT = re.compile(r"context[ _](?:length|size|window)|maximum model length|to
 
 
 class ModelServerError(Exception):
-    """The model server could not be reached or kept failing: infrastructure."""
+    """The model server could not be reached, kept failing or refused the request: infrastructure. status: HTTP's, None: no answer."""
+
+    def __init__(self, text, status=None):
+        super().__init__(text)
+        self.status = status
 
 
 class ContextTooLong(Exception):
@@ -36,7 +40,7 @@ class ChatClient:
         return self.choice(body)["message"]
 
     def choice(self, body):
-        data, last = json.dumps(body).encode(), ""
+        data, last, status = json.dumps(body).encode(), "", None
         for retry in range(3):
             if retry:
                 time.sleep(0.5 * 2 ** (retry - 1))
@@ -44,7 +48,7 @@ class ChatClient:
             try:
                 reply = self.pool.request("POST", self.url, body=data, headers=headers, timeout=self.timeout, retries=False)
             except urllib3.exceptions.HTTPError as e:
-                last = f"{type(e).__name__}: {e}"
+                last, status = f"{type(e).__name__}: {e}", None
                 continue
             if reply.status == 200:
                 try:
@@ -54,9 +58,9 @@ class ChatClient:
                     return choice
                 except (ValueError, LookupError, TypeError, AttributeError) as e:
                     raise ModelServerError(f"reply is no chat completion ({type(e).__name__}: {e})") from None
-            last = f"HTTP {reply.status}: {reply.data[:300].decode(errors='replace')}"
+            last, status = f"HTTP {reply.status}: {reply.data[:300].decode(errors='replace')}", reply.status
             if reply.status == 400 and CONTEXT.search(last):
                 raise ContextTooLong(last)
             if reply.status < 500 and reply.status != 429:
                 break
-        raise ModelServerError(last)
+        raise ModelServerError(last, status)

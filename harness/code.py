@@ -5,7 +5,8 @@ session (sandbox.py) whose API calls arrive here (code_api.py), and show the out
 
     finish         the planner said FINISH, or its only program has run (--single-turn)
     turns / time   a limit was reached: programs, motions (code_api.MOTIONS), seconds (turns also: the context became too long)
-    malformed      the second reply in a row without a program, or the only one
+    malformed      the second reply in a row without a program, or the only one; or the server refuses a prompt (400) that differs from
+                   one it took by programs and their output alone: they spell a template's mark of a picture, half a surrogate pair, …
     unrecoverable  the world is in a state that no program can mend
     infrastructure the model server or the simulator failed: the episode is invalid, not failed
 
@@ -42,15 +43,20 @@ def prompt(task, programs, block, note, budget):
     parts, size, shown = [f"Task: {task.instruction}"], 0, []
     for number, text in reversed(list(enumerate(programs, 1))):
         size += len(text)
-        shown.append(f"# block {number}\n{text.rstrip() if not shown or size <= budget else LEFT_OUT}")
+        shown.append(f"# block {number}\n{_unmarked(text) if not shown or size <= budget else LEFT_OUT}")
     if programs:
         parts.append("Program so far:\n```python\n" + "\n".join(reversed(shown)) + "\n```")
-        parts.append(f"Output of block {len(programs)}:\n{block.stdout.rstrip() or '(nothing printed)'}")
+        parts.append(f"Output of block {len(programs)}:\n{_unmarked(block.stdout) or '(nothing printed)'}")
         if block.stderr.strip():
-            parts.append(f"Errors:\n{block.stderr.rstrip()}")
+            parts.append(f"Errors:\n{_unmarked(block.stderr)}")
     if note:
         parts.append(f"Nothing was run: {note}.")
     return "\n".join([*parts, DECIDE if programs else ASK])
+
+
+def _unmarked(text):
+    """A planner's text as it may stand in a prompt: no <|token|> of a template (one that stands for a picture would break the request)."""
+    return text.rstrip().replace("<|", "< |")
 
 
 class Episode:
@@ -106,7 +112,8 @@ class Episode:
             try:
                 choice = self.client.choice(body)
             except ModelServerError as e:
-                return "infrastructure", str(e), turn
+                own = e.status == 400 and self.programs          # the first prompt was served
+                return ("malformed" if own else "infrastructure"), str(e), turn
             except ContextTooLong as e:
                 return ("turns" if turn else "infrastructure"), str(e), turn        # the first prompt is none of the planner's doing
             turn += 1

@@ -177,8 +177,7 @@ class Api:
             raise EpisodeOver("turns", f"the episode's {MOTIONS} motions are used up")
         self.motions += 1
         value = method(**checked)
-        self.world.success()                                 # latches
-        if not self.world.latched and (what := self.world.unrecoverable()):
+        if not self.world.success() and (what := self.world.unrecoverable()):        # now, not latched: the final state is what counts
             raise EpisodeOver("unrecoverable", what)
         return value
 

@@ -95,7 +95,14 @@ the angle a, so (0, 0.7071, 0.7071, 0) closes along x."""
         leaning a little near the robot. A bowl or plate is wider than the hand: its middle with fingers along y is returned, and you
         must add an offset along y to the position to reach its rim (the radius: bowl 0.05, plate 0.065)."""
         w = self.world
-        key = w.ids[find(object_name, [n for n, k in w.ids.items() if k in w.movable])]
+        grasped = [n for n, k in w.ids.items() if k in w.movable]
+        try:
+            key = w.ids[find(object_name, grasped)]
+        except ApiError:
+            name = find(object_name, list(w.ids))
+            if name in grasped:
+                raise
+            raise ApiError("ValueError", f"the {name} cannot be grasped") from None
         corners = w._corners(key).reshape(-1, 3)
         if min(np.ptp(corners[:, :2] @ axes(yaw)[0]) for yaw in np.radians(np.arange(0, 180, 7.5))) > MAX_WIDTH:
             low, high = corners.min(0), corners.max(0)

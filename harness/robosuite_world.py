@@ -7,11 +7,12 @@ under a seed of (task, init), and the global generators are put back.
 Task 2 is CaP-X's: robosuite's Stack with the green cube on the red one at the start; success is Stack's and not both cubes in the air.
 Ours differs in that the green cube keeps robosuite's 5 cm.
 
-Listing tasks imports no robosuite. Needs `pip install -r requirements-libero.txt`.
+Listing tasks imports no robosuite, but looks whether it is there. Needs `pip install -r requirements-libero.txt`.
 """
 
 import contextlib
 import hashlib
+import importlib.util
 import io
 import random
 
@@ -99,6 +100,8 @@ class Robosuite(RobosuiteMotion, World):
     def tasks(cls, suite):
         if suite != SUITE:
             raise ValueError(f"unknown suite {suite!r}; valid: {SUITE}")
+        if importlib.util.find_spec("robosuite") is None:       # told at start, not by every episode
+            raise ImportError("robosuite is not installed; run: pip install -r requirements-libero.txt")
         return list(TASKS)
 
     @classmethod

@@ -219,7 +219,7 @@ def run_block(namespace, number, code):
         sys.setprofile(None)
         if isinstance(e, MemoryError):
             BALLAST.clear()
-        kind = name_of(type(e))[:60]
+        kind = name_of(type(e))[:60] or "Exception"             # a class may have no name
         try:
             told = only_theirs(traceback.TracebackException.from_exception(e, limit=-LAST))
             text = "".join(told.format())

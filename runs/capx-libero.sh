@@ -41,7 +41,7 @@ python eval.py run --model $RUN/sft --suites $SUITES --inits 45-47 --sampling tr
 policy=$RUN/sft previous="" state=() played=()
 for round in $(seq 1 $ROUNDS); do
   if [ -n "$previous" ]; then state=(--previous $previous); elif [ $round -gt 1 ]; then state=(--fresh-optimizer); fi
-  python rollout.py --model $policy --suites $SUITES --inits 11-44 --groups 36 --attempts 6 --round $round --pool-report $RUN/validation/report.json \
+  python rollout.py --model $policy --suites $SUITES --inits 11-44 --groups 20 --attempts 6 --round $round --pool-report $RUN/validation/report.json \
     $PLAY --output $RUN/round-$round
   python rl.py --rollouts $RUN/round-$round --model $policy "${state[@]}" --round $round --rounds $ROUNDS \
     --lr 5e-4 --micro-tokens 2560 --schedule linear --warmup 2 --steps-per-round 2 --seed $SEED --threads 2 --output $RUN/rl-$round

@@ -123,6 +123,11 @@ def test_every_prompt_holds_task_api_programs_and_the_last_output(run, planner):
     assert "first output" not in users[3].partition("Output of block 2")[2] and "Nothing was run" not in users[3]
 
 
+def test_a_templates_tokens_in_a_program_or_its_output_do_not_reach_the_prompt(run):
+    run([fenced("print('<|image_pad|>', '<|' + 'im_end|>')"), "FINISH"])
+    assert "<|" not in run.users[1] and run.users[1].count("< |image_pad|>") == 2
+
+
 def test_variables_and_imports_last_from_block_to_block(run):
     run([fenced("import math\ndef f(a): return a + 1\nx = 41"), fenced("print(f(x), math.floor(2.5))"), "FINISH"])
     assert "Output of block 2:\n42 2\n" in run.users[2]
@@ -168,6 +173,9 @@ def test_a_picture_goes_with_every_prompt_when_asked(run):
     (["No code.", (400, "maximum context length is 100 tokens")], "turns", 0, 1),
     ([(404, "no such model")], "infrastructure", 0, 0),
     ([fenced("x = 1"), (401, "who are you")], "infrastructure", 1, 1),
+    ([fenced("print('<|image_pad|>')"), (400, "1 placeholder tokens for 0 pictures")], "malformed", 1, 1),     # the planner's doing
+    ([(400, "1 placeholder tokens for 0 pictures")], "infrastructure", 0, 0),
+    (["No code.", (400, "bad request")], "infrastructure", 0, 1),
     ([fenced("x = 1"), {"choices": []}], "infrastructure", 1, 1),
 ])
 def test_ends(run, script, end, programs, turns):

@@ -33,10 +33,11 @@ class ToyApi(Api):
 
 class ToyWorld:
     def __init__(self):
-        self.n, self.looked, self.latched, self.broken = 0, 0, False, None
+        self.n, self.looked, self.solved, self.broken = 0, 0, False, None
 
     def success(self):
         self.looked += 1
+        return self.solved
 
     def unrecoverable(self):
         return self.broken
@@ -173,10 +174,10 @@ def test_motions_are_counted_looked_at_and_limited(toy, monkeypatch):
     assert e.value.end == "turns" and toy.world.n == 2
 
 
-def test_a_world_that_broke_ends_the_episode_unless_it_had_succeeded(toy):
-    toy.world.broken, toy.world.latched = "the mug fell", True
+def test_a_world_that_broke_ends_the_episode_unless_the_task_is_solved(toy):
+    toy.world.broken, toy.world.solved = "the mug fell", True
     toy.call("push", [[0, 0, 0], UP], {})
-    toy.world.latched = False
+    toy.world.solved = False                                 # a success that is undone does not count
     with pytest.raises(EpisodeOver, match="the mug fell") as e:
         toy.call("push", [[0, 0, 0], UP], {})
     assert e.value.end == "unrecoverable"
@@ -222,6 +223,9 @@ def test_a_function_without_docstring_or_check_is_refused_at_start(monkeypatch):
             settle()
     with pytest.raises(BadInput, match="--noise 4: --harness code reads exact poses"):
         settle(noise=4.0)
+    monkeypatch.setattr("harness.confine.layers", lambda: {"seccomp": False})           # told before a run, not as crashes of it
+    with pytest.raises(BadInput, match="cannot filter system calls"):
+        settle()
 
 
 def test_names_are_found():

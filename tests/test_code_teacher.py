@@ -212,6 +212,7 @@ def test_collect_settles_its_own_defaults(monkeypatch, tmp_path):
     (["--harness", "code", "--inits", "5"], "must not use states"),
     pytest.param(["--harness", "skills", "--suites", "robosuite"], "--harness skills: does not run on robosuite; valid suites are of tabletop, libero",
                  marks=pytest.mark.libero),
+    pytest.param(["--harness", "code", "--suites", "robosuite", "--grasp-skill", "0.5"], "--grasp-skill 0.5: .* one grasp each", marks=pytest.mark.libero),
 ])
 def test_collect_refuses_before_it_does_anything(monkeypatch, tmp_path, argv, words):
     if "robosuite" in argv:

@@ -235,6 +235,16 @@ def test_different_sampling_is_said(tmp_path, command):
     assert "sampled differently" not in command("compare", a, a).stdout
 
 
+def test_different_harnesses_are_said_and_no_shards_of_one_report(tmp_path, command):
+    write(tmp_path / "e/shard-0-of-2", [episode(0, 1)], harness="skills")
+    write(tmp_path / "e/shard-1-of-2", [episode(1, 1)], harness="code")
+    with pytest.raises(BadInput, match="harness 'code' is not that of the other shards, 'skills'"):
+        ev.load(tmp_path / "e")
+    a, b = (write(tmp_path / h, [episode(0, 1)], harness=h) for h in ("skills", "code"))
+    assert "played in different harnesses" in command("compare", a, b).stdout
+    assert "different harnesses" not in command("compare", a, a).stdout
+
+
 def test_shards_are_one_report(tmp_path):
     write(tmp_path / "e/shard-0-of-2", [episode(0, 1), episode(2, 0)])
     with pytest.raises(BadInput, match="1 of 2 shards"):
@@ -330,7 +340,7 @@ def test_the_expert_with_and_without_memory_is_measured_with_the_teachers_handic
         argv = ["run", "--expert", expert, "--teacher-run", teacher, *ONE_TASK, "--inits", "1-2", "--output", tmp_path / expert]
         done = command(*argv)
         assert done.returncode == 0, done.stderr
-        assert f"expert: grasp_skill=0.5 gives_up=0.2 leans=0.0, inherited from {teacher}" in done.stdout
+        assert f"expert: grasp_skill=0.5 gives_up=0.2 leans=0.0 mistakes=0.0, inherited from {teacher}" in done.stdout
         report = json.loads((tmp_path / expert / "report.json").read_text())
         assert (report["policy_version"], report["model"], report["noise"]) == ("teacher-0.5-0.2-0", expert, None)
         assert report["n"] == 2 and report["invalid"] == 0 and report["held_out"]

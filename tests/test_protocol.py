@@ -51,6 +51,13 @@ def test_an_unknown_libero_suite_is_refused_with_the_valid_ones_of_both_worlds()
         protocol.parse_suites("libero_objects")
 
 
+def test_robosuite_that_is_not_there_is_refused_at_start(monkeypatch):
+    from harness import robosuite_world
+    monkeypatch.setattr(robosuite_world.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match="--suites: robosuite is not installed; run: pip install -r requirements-libero.txt"):
+        protocol.parse_suites("robosuite")
+
+
 def test_libero_plus_is_refused_by_name_to_a_command_that_trains_and_to_no_other(monkeypatch):
     monkeypatch.setattr(protocol.libero_plus, "SUITES", {"tabletop_swap": None})             # whatever is installed
     with pytest.raises(BadInput, match="--suites: rollout.py must not use tabletop_swap: .* evaluation alone"):
@@ -59,18 +66,19 @@ def test_libero_plus_is_refused_by_name_to_a_command_that_trains_and_to_no_other
 
 
 @pytest.mark.parametrize("suites, fine", [(["tabletop_base", "tabletop_task"], True), (["libero_goal_swap", "libero_10_task"], True),
-                                          (["tabletop_base", "libero_goal_swap"], False)])
+                                          (["tabletop_base", "libero_goal_swap"], False), (["robosuite", "tabletop_base"], False)])
 def test_a_scripted_expert_runs_in_one_world(suites, fine):
     if fine:
         return protocol.one_world(suites)
-    with pytest.raises(BadInput, match="--suites tabletop_base,libero_goal_swap: .* run them in two commands"):
+    worlds = " and ".join(sorted(map(world.world_of, suites)))
+    with pytest.raises(BadInput, match=f"--suites {','.join(suites)}: {worlds} .* a command of its own"):
         protocol.one_world(suites)
 
 
 def test_collect_refuses_two_worlds_before_anything_is_written(refused, tmp_path, monkeypatch):
     task_list = world.task_list
     monkeypatch.setattr(world, "task_list", lambda s: task_list("tabletop_base"))             # LIBERO need not be installed
-    assert "run them in two commands" in refused(collect, "--suites", "tabletop_base,libero_goal_swap", "--output", tmp_path / "x")
+    assert "run each in a command of its own" in refused(collect, "--suites", "tabletop_base,libero_goal_swap", "--output", tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 

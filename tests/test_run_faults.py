@@ -148,9 +148,9 @@ def options_of(stage, monkeypatch):
         {"rollout.py": rollout}.get(stage, collect).parse_args()
 
 
-CONTENT = {"suites", "inits", "attempts", "turns", "seconds", "history_budget", "pictures", "sampling", "max_tokens", "seed", "harness",
+CONTENT = {"suites", "inits", "attempts", "turns", "seconds", "history_budget", "pictures", "sampling", "max_tokens", "seed", "harness", "single_turn",
            "chat_template_kwargs"}
-OF_STAGE = {"collect.py": {"tasks", "grasp_skill", "gives_up", "leans", "no_memory", "teacher_name", "teacher_model", "teacher_api"},
+OF_STAGE = {"collect.py": {"tasks", "grasp_skill", "gives_up", "leans", "mistakes", "no_memory", "teacher_name", "teacher_model", "teacher_api"},
             "collect.py --teacher model": {"vllm_args"}, "rollout.py": {"groups", "round", "pool_report", "vllm_args"},
             "eval.py": {"tasks", "vllm_args"}}
 
@@ -176,6 +176,15 @@ def test_every_option_that_may_not_differ_is_refused_on_resume(stage, tmp_path, 
     for stage_or_version in (("other", "v"), ("stage", "w")):
         with pytest.raises(BadInput, match="holds a run with (stage|policy_version)="):
             adapters.check_resume(tmp_path, stage_or_version[0], args, stage_or_version[1])
+
+
+def test_a_run_from_before_an_option_goes_on_where_it_is_not_used(tmp_path, monkeypatch):
+    args = options_of("collect.py", monkeypatch)
+    saved = adapters.check_resume(tmp_path, "stage", args, "v")
+    records.write_json(tmp_path / "args.json", {k: v for k, v in saved.items() if k != "single_turn"})
+    assert adapters.check_resume(tmp_path, "stage", args, "v")["single_turn"] is False
+    with pytest.raises(BadInput, match="holds a run with single_turn=None, this command says True"):
+        adapters.check_resume(tmp_path, "stage", type(args)(**{**vars(args), "single_turn": True}), "v")
 
 
 def test_episodes_that_the_command_does_not_run_are_refused_and_nothing_changes(run, tmp_path, tiny_dir):

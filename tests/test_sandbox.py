@@ -122,7 +122,7 @@ def test_syntax_errors_look_like_pythons(session):
     ("1 / 0", "ZeroDivisionError", "division by zero"), ("pritn(1)", "NameError", "'pritn' is not defined"),
     ("import nothing_like_that", "ModuleNotFoundError", "nothing_like_that"), ("np.ones(1 << 40)", "MemoryError", "Unable to allocate"),
     ("def f(): f()\nf()", "RecursionError", "Previous line repeated"), ("goto_pose({1, 2})", "TypeError", "type set"),
-    ("open('/etc/hostname')", "PermissionError", "/etc/hostname")])
+    ("open('/etc/hostname')", "PermissionError", "/etc/hostname"), ("raise type('', (Exception,), {})('no name')", "Exception", "no name")])
 def test_exceptions_end_a_block_and_no_session(session, code, error, text):
     block = session.run(code, reply)
     assert block.error == error and text in block.stderr and not block.lost
