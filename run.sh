@@ -3,7 +3,7 @@
 #
 #   bash run.sh                 about 10 minutes after installation; ends with a table, a paired test, a figure and an episode
 #   bash run.sh --quick         2 minutes, every stage for real, far too little training for a claim
-#   bash run.sh --harness code  the planner writes control code (CaP-X's shape) in place of calling skills; same stages, same trainer
+#   bash run.sh --harness code  20 minutes; the planner writes control code (CaP-X's shape) in place of calling skills; same stages, same trainer
 #   bash run.sh --seed 1        another seed: other weights, other samples, another result
 #   bash run.sh --grasp-skill 1 the teacher without its handicap (--out keeps the arms apart)
 #   also: --rounds N (of RL), --out DIR (default out/tabletop-seed<N>, with --harness code out/tabletop-code-seed<N>)
