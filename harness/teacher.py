@@ -7,7 +7,7 @@ number, or (rarely) in an argument, and it slips and recovers: after a failed pi
 `grasp_skill` is its handicap, on purpose: the chance that a pick uses the right grasp offset. At 1.0 nothing is left
 for RL to find in grasping; the demo uses a low value so that something is.
 
-    python -m harness.teacher --port 8001          the same API over HTTP
+    python -m harness.teacher --port 8001          the same API over HTTP (--harness code: code_teacher.py's)
 """
 
 import argparse
@@ -161,8 +161,9 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--port", type=int, default=8001, help="loopback port (default 8001)")
     p.add_argument("--grasp-skill", type=float, default=1.0, help="chance of the right grasp offset (0 to 1, default 1)")
+    p.add_argument("--harness", choices=["skills", "code"], default="skills", help="call skills, or write programs (default skills)")
     args = p.parse_args()
-    teacher = ScriptedTeacher(args.grasp_skill)
+    teacher = expert_for(["tabletop_base"], args.grasp_skill, 0.1, 0.12, harness=args.harness, mistakes=0.1)
 
     async def completions(request):
         return web.json_response(await teacher.chat(await request.json()))
