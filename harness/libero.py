@@ -127,7 +127,7 @@ def suites():
 # ---------------------------------------------------------------------------------------------- robosuite, quietly
 
 @functools.cache
-def _control_env():
+def control_env():
     """LIBERO's ControlEnv class, imported without robosuite's log file, warnings and OpenGL context."""
     folder = Path(importlib.util.find_spec("robosuite").origin).parent
     macros = _load("robosuite.macros", folder / "macros.py")
@@ -152,7 +152,7 @@ def _make_env(bddl, options=dict):
     random_state = np.random.get_state()    # LIBERO seeds numpy's global generator; it is put back afterwards
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            env = _control_env()(bddl_file_name=str(bddl), use_camera_obs=False, has_renderer=False,
+            env = control_env()(bddl_file_name=str(bddl), use_camera_obs=False, has_renderer=False,
                                  has_offscreen_renderer=False, ignore_done=True, horizon=10 ** 9, **options())
             env.seed(0)
             env.env.reset()             # not env.reset(), which retries for ever on any exception
@@ -163,7 +163,7 @@ def _make_env(bddl, options=dict):
     return env
 
 
-def _forward_once(sim):
+def forward_once(sim):
     """Lets robosuite compute each forward pass once; the states are the same, bit for bit (tests/test_libero.py).
 
     For every 2 ms of simulation robosuite 1.4 calls mj_forward, then mj_forward again in its controller, then mj_step,
@@ -259,7 +259,7 @@ class Libero(LiberoSkills, World):
     def _index(self):
         """Maps between names, bodies and geoms of the environment just built."""
         env, m, self.data = self.env.env, self.env.sim.model._model, self.env.sim.data._data
-        self.model, self.quick = m, _forward_once(self.env.sim)
+        self.model, self.quick = m, forward_once(self.env.sim)
         self.robot, self.controller = env.robots[0], env.robots[0].controller
         self.site = m.site(self.robot.gripper.important_sites["grip_site"]).id
         self.base = np.array(self.robot.base_pos)

@@ -113,8 +113,8 @@ class Robosuite(RobosuiteMotion, World):
 
     def reset(self, task, init):
         self.check_init(task, init)
-        from harness.libero import _control_env, _forward_once
-        _control_env()                  # imports robosuite without its log file, warnings and OpenGL context
+        from harness.libero import control_env, forward_once
+        control_env()                  # imports robosuite without its log file, warnings and OpenGL context
         from robosuite.controllers import load_controller_config
         self.close()
         *_, name, arms = _TASKS[task.index]
@@ -128,7 +128,7 @@ class Robosuite(RobosuiteMotion, World):
             observable.set_enabled(False)       # nobody reads them, and they cost 7 % of a step
         self.task, self.init = task, init
         self.model, self.data = self.env.sim.model._model, self.env.sim.data._data
-        self.quick = _forward_once(self.env.sim)
+        self.quick = forward_once(self.env.sim)
         self._index()
         self.latched, self.steps = False, 0
         on_chunk, self.on_chunk = self.on_chunk, None
@@ -209,8 +209,6 @@ class Robosuite(RobosuiteMotion, World):
         return now
 
     def unrecoverable(self):
-        if self.latched:
-            return None
         for name, body in self.movable.items():
             if self.data.xpos[body][2] < self.origin[2] - BELOW:
                 return f"the {name} fell off the table"
