@@ -5,6 +5,7 @@ import pytest
 import records
 from test_pipeline import script, WORDS
 
+pytestmark = pytest.mark.slow
 SMALL = ["--harness", "code", "--workers", 1, "--concurrency", 8]
 
 
@@ -80,7 +81,6 @@ def test_single_turn_runs_one_program(run, tmp_path):
     assert [(e.end, e.finished, len(e.calls), e.reward) for e in episodes] == [("finish", False, 1, 1.0)] * 4
 
 
-@pytest.mark.slow
 def test_run_sh_quick_goes_through_every_stage(tmp_path):
     import subprocess
 

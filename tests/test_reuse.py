@@ -411,6 +411,7 @@ def test_refusals_are_one_line_and_leave_nothing_whole(run, tmp_path, tiny_dir, 
     assert not fails("starts from state 3", tmp_path / "held")
 
 
+@pytest.mark.slow
 def test_sigkill_leaves_nothing_that_looks_whole_and_the_same_command_repairs_it(run, tmp_path, tiny_dir, tokenizer):
     teacher = tmp_path / "teacher"
     with JsonlWriter(teacher / "calls.jsonl") as calls, JsonlWriter(teacher / "episodes.jsonl") as episodes:
@@ -434,8 +435,3 @@ def test_sigkill_leaves_nothing_that_looks_whole_and_the_same_command_repairs_it
     assert 0 < part.stat().st_size < (tmp_path / "whole" / "sft.jsonl").stat().st_size
     assert run(*args, output)[0] == 0
     assert (output / "sft.jsonl").read_bytes() == (tmp_path / "whole" / "sft.jsonl").read_bytes() and not part.exists()
-
-
-def test_help_runs_as_a_script(python):
-    r = subprocess.run([*python, str(ROOT / "reuse.py"), "--help"], capture_output=True, text=True)
-    assert r.returncode == 0 and "--other-vocabulary" in r.stdout and "Departures" in r.stdout

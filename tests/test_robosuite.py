@@ -91,6 +91,7 @@ def test_seven_tasks_and_their_initial_states():
         Robosuite().disturb(4, "")
 
 
+@pytest.mark.slow
 def test_task_and_init_fix_the_start_state_in_any_process_after_any_history(world):
     other = subprocess.run([sys.executable, "-c", """
 import numpy, random
