@@ -44,7 +44,7 @@ for round in $(seq 1 $ROUNDS); do
   python rollout.py --model $policy --suites $SUITES --inits 11-44 --groups 20 --attempts 6 --round $round --pool-report $RUN/validation/report.json \
     $PLAY --output $RUN/round-$round
   python rl.py --rollouts $RUN/round-$round --model $policy "${state[@]}" --round $round --rounds $ROUNDS \
-    --lr 5e-4 --micro-tokens 2560 --schedule linear --warmup 2 --steps-per-round 2 --seed $SEED --threads 2 --output $RUN/rl-$round
+    --lr 2e-4 --micro-tokens 2560 --schedule linear --warmup 2 --steps-per-round 2 --seed $SEED --threads 2 --output $RUN/rl-$round
   if [ -e $RUN/rl-$round/config.json ]; then policy=$RUN/rl-$round previous=$RUN/rl-$round; fi      # else every group was alike
   played+=($RUN/round-$round)
 done
