@@ -306,7 +306,7 @@ class Run:
             self.port, self.proxy = await proxy.start(), proxy       # also records what a killed run left in flight
         if not more:
             return
-        alone = not all(world.world_class(suite).threads_ok for suite in {s["suite"] for s in self.todo})        # robosuite's environments
+        alone = any(world.world_of(s["suite"]) != "tabletop" for s in self.todo)         # robosuite's environments: one a process
         threads = 1 if alone else args.concurrency
         self.by_task = alone and self.ask_enough is None    # an early end shall have seen every task; else: build each scene once
         self.pool = WorkerPool(min(args.workers, max(1, len(self.todo))), threads, RECYCLE if alone else None)

@@ -162,7 +162,7 @@ class Episode:
         return {{"end": "finish", "built": self.world}}
 
 built = []
-worker.Episode = Episode
+worker.skills.Episode = Episode
 worker.make_world = lambda name: built.append(name) or len(built)
 worker.main()
 """
@@ -177,7 +177,7 @@ def test_an_outcome_that_is_no_json_is_a_crash_and_the_worker_goes_on(tmp_path, 
 
     async def work(pool):
         pid = pool.workers[0]["process"].pid
-        outcomes = [(await one(pool, name, suite="tabletop_base"))[0] for name in ("fine", "object", "key", "raises", "again", "last")]
+        outcomes = [(await one(pool, name, suite="tabletop_base", harness="skills"))[0] for name in ("fine", "object", "key", "raises", "again", "last")]
         return outcomes, pool.workers[0]["process"].pid == pid
     ((fine, no_json, key, raised, again, last), same), pool = pooled(work, 1, 1)
     assert "not JSON serializable" in no_json["crash"] and "TypeError" in key["crash"] and "the simulator diverged" in raised["crash"]
@@ -378,7 +378,7 @@ def test_by_task_is_for_libero_without_an_early_end(suite, enough, by_task, thre
     assert made == [(threads, recycle)] and run.by_task is by_task
 
 
-class Echoes:
+class Echoes(adapters.SkillsAdapter):
     """An adapter whose jobs the stand-in answers: every episode is valid, and its start state says which process ran it."""
     def job(self, spec, *_):
         return {"episode_id": spec["episode_id"], "die": spec["init"] == 12 and spec["episode_id"].endswith("-1.i12.a0.r0")}
