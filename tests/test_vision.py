@@ -65,6 +65,7 @@ def test_rollouts_show_pictures_and_the_gate_rebuilds_them(run):
     assert report["compared"] > 100 and all("the response holds placeholder" in e["text"] for e in report["explanations"])
 
 
+@pytest.mark.slow
 def test_rl_trains_on_them_equally_on_one_and_two_ranks(run, tmp_path):
     args = ["--model", run / "sft", "--rollouts", run / "round-1", "--lr", 1e-4, "--global-batch", 16, "--max-mismatch", 0.03]
     script("rl.py", *args, "--output", tmp_path / "one")
